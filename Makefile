@@ -1,0 +1,62 @@
+# Everything here works on a fresh machine: the first target that needs .venv makes it.
+#
+#   make demo      real data, a trained checkpoint, a recipe, an A/B on Ray, a report
+#   make test      the whole test suite, with coverage
+#   make lint      ruff and mypy
+#   make format    ruff, writing
+#   make lock      hashes of every pin in locks/*.in, after one was changed
+#   make doctor    what this machine has and lacks
+#   make clean     what building and testing left, .venv kept
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.rankopt-installed
+export VENV PYTHON
+
+DEMO_CARD ?= models/din-movielens.yaml
+DEMO_RECIPE ?= recipes/serve-int8.yaml
+DEMO_OUT ?= runs/demo
+COVERAGE ?= 85
+
+.PHONY: help setup demo test lint format lock doctor clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(INSTALLED)
+
+# The stamp is what keeps a second `make test` from installing again.
+$(INSTALLED): locks/cpu.txt locks/cuda.txt locks/dev.txt locks/torch.txt pyproject.toml setup.py scripts/setup.sh scripts/prerequisites.sh
+	@bash scripts/setup.sh
+	@touch $@
+
+# --overwrite: the demo replaces its own earlier run, and only after the new one is complete.
+demo: $(INSTALLED)
+	@$(BIN)/rankopt train $(DEMO_CARD) --out $(DEMO_OUT)/training --overwrite
+	@$(BIN)/rankopt run $(DEMO_RECIPE) --model $(DEMO_OUT)/training/card.yaml --out $(DEMO_OUT) --overwrite
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest --cov=rankopt --cov-report=term --cov-fail-under=$(COVERAGE) $(ARGS)
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(INSTALLED)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+lock: $(INSTALLED)
+	@UV=$(BIN)/uv bash scripts/lock.sh
+
+doctor: $(INSTALLED)
+	@$(BIN)/rankopt doctor
+
+clean:
+	rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

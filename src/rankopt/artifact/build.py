@@ -1,0 +1,170 @@
+"""Compile a bundle with AOTInductor and lay it out as an artifact folder.
+
+    model.pt2            the compiled graph, without weights
+    weights/             every constant it reads, mapped into memory when it is loaded
+    checks.safetensors   made-up inputs and the bundle's own outputs for them
+    manifest.json        contract, target, versions, hashes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rankopt.artifact.constants import write_constants
+from rankopt.artifact.contract import contract_of, random_features
+from rankopt.artifact.manifest import (
+    CHECKS,
+    CONSTANTS,
+    MANIFEST,
+    PROGRAM,
+    Manifest,
+    OutputEntry,
+    Target,
+    sha256_file,
+)
+from rankopt.bundle import MAX_BATCH, ModelBundle
+from rankopt.environment import collect_environment
+from rankopt.errors import ExportError
+from rankopt.kernels.build import load_kernels
+from rankopt.kernels.ops import aoti_c_shims, current_isa
+from rankopt.passes.quantize_dense import fbgemm_layers
+
+CHECK_BATCHES = (1, 2, 7, 64)
+"""Batch sizes that an artifact is checked at: one, two, odd, and more than a vector."""
+CHECK_SEED = 20_240_229
+
+QUANTISED_TOLERANCE = 0.05
+FLOAT_TOLERANCE = 1e-3
+"""Share of the outputs' spread by which the compiled graph may differ from the bundle's. fp32 sums
+run in another order; behind a quantised layer such a difference may move one level of 127."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What compiling gave besides the package."""
+
+    options: dict[str, Any]
+    constants: dict[str, Tensor]
+
+
+def write_artifact(
+    bundle: ModelBundle,
+    folder: Path,
+    *,
+    control_size_bytes: int,
+    recipe: str | None = None,
+) -> Manifest:
+    """Compile a bundle into an artifact folder.
+
+    The folder is complete but not yet proven: `rankopt.artifact.verify` runs it in a fresh process.
+
+    Raises:
+        ExportError: AOTInductor refused the graph.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    load_kernels()
+    compiled = _compile(bundle, folder / PROGRAM)
+    entries = write_constants(compiled.constants, folder / CONSTANTS)
+    save_file(_checks(bundle), folder / CHECKS)
+    environment = collect_environment()
+    graph_module = bundle.program.graph_module
+    manifest = Manifest(
+        model=bundle.card.name,
+        recipe=recipe,
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        target=Target(
+            device="cpu",
+            architecture=environment.architecture,
+            isa=environment.isa,
+            gpus=environment.gpus,
+        ),
+        inputs=contract_of(bundle.card),
+        outputs=tuple(
+            OutputEntry(name=output.name, activation=output.activation)
+            for output in bundle.card.outputs
+        ),
+        max_batch=MAX_BATCH,
+        constants=entries,
+        packed_for_fbgemm=fbgemm_layers(bundle.program.module(check_guards=False)),
+        operators=_operators(graph_module),
+        judged_isa=current_isa(),
+        libraries=environment.libraries,
+        compiler_options={key: str(value) for key, value in bundle.inductor_options.items()},
+        tolerance=tolerance_of(bundle),
+        files={name: sha256_file(folder / name) for name in (PROGRAM, CONSTANTS, CHECKS)},
+        size_bytes=sum(entry.size_bytes for entry in entries),
+        code_bytes=(folder / PROGRAM).stat().st_size,
+        control_size_bytes=control_size_bytes,
+        card=bundle.card.model_dump(mode="json", exclude_none=True),
+        card_folder=str(bundle.card.folder),
+    )
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+def compiler_options(bundle: ModelBundle) -> dict[str, Any]:
+    """Collect the options of one compile; nothing process-wide is set."""
+    return {
+        # Weights stay out of the library: mapped, shared, replaceable (design.md).
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.custom_ops_to_c_shims": aoti_c_shims(),
+        **bundle.inductor_options,
+    }
+
+
+def _compile(bundle: ModelBundle, package: Path) -> Compiled:
+    options = compiler_options(bundle)
+    try:
+        torch._inductor.aoti_compile_and_package(
+            bundle.program, package_path=str(package), inductor_configs=options
+        )
+    except Exception as error:  # Inductor raises many unrelated types
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ExportError(
+            f"{bundle.card.where}: AOTInductor refused the graph: " + "\n  ".join(lines[:6])
+        ) from error
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
+    available = bundle.constants
+    wanted = loader.get_constant_fqns()
+    missing = sorted(set(wanted) - set(available))
+    if missing:
+        raise ExportError(
+            f"{bundle.card.where}: the compiled graph reads constants that the bundle does not "
+            f"hold: {missing}. This is a bug of rankopt; please report the model."
+        )
+    return Compiled(options, {name: available[name] for name in wanted})
+
+
+def tolerance_of(bundle: ModelBundle) -> float:
+    """Return how far outputs may lie from the bundle's, as a share of their spread."""
+    quantised = bundle.provided & {"quantized_embeddings", "low_precision_dense"}
+    return QUANTISED_TOLERANCE if quantised else FLOAT_TOLERANCE
+
+
+def _checks(bundle: ModelBundle) -> dict[str, Tensor]:
+    """Run the bundle on made-up rows; real rows would carry users' data into the artifact."""
+    contract = contract_of(bundle.card)
+    tensors: dict[str, Tensor] = {}
+    for batch in CHECK_BATCHES:
+        generator = torch.Generator().manual_seed(CHECK_SEED + batch)
+        features = random_features(contract, batch, generator)
+        scores = bundle.run(features)
+        tensors |= {f"{batch}/input/{name}": value for name, value in features.items()}
+        tensors |= {f"{batch}/output/{name}": value for name, value in scores.items()}
+    return {name: value.contiguous().clone() for name, value in tensors.items()}
+
+
+def _operators(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
+    spaces = {
+        str(node.target).split(".")[0]
+        for node in graph_module.graph.nodes
+        if node.op == "call_function"
+    }
+    return tuple(sorted(spaces & {"fbgemm", "rankopt"}))

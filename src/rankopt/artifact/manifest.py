@@ -1,0 +1,129 @@
+"""manifest.json: what an artifact is, what it takes, what it needs, and the hash of every file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rankopt.artifact.contract import InputContract
+from rankopt.errors import ArtifactError
+from rankopt.problems import problems_of_validation
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+PROGRAM = "model.pt2"
+CONSTANTS = "weights/constants.bin"
+CHECKS = "checks.safetensors"
+PASSES = "passes.json"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ConstantEntry(_Frozen):
+    """One tensor in `weights/constants.bin`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+    sha256: str
+
+
+class OutputEntry(_Frozen):
+    """One score: its name, and whether it is a logit or a probability."""
+
+    name: str
+    activation: Literal["logit", "probability"]
+
+
+class Target(_Frozen):
+    """The machine that the compiled code is for."""
+
+    device: Literal["cpu", "cuda"]
+    architecture: str
+    isa: tuple[str, ...]
+    """Instruction sets of the machine it was compiled on: the code may use any of them."""
+    gpus: tuple[str, ...] = ()
+
+
+class Manifest(_Frozen):
+    """The whole of manifest.json."""
+
+    format_version: int = FORMAT_VERSION
+    model: str
+    recipe: str | None = None
+    made_at: str
+    target: Target
+    inputs: tuple[InputContract, ...]
+    outputs: tuple[OutputEntry, ...]
+    max_batch: int
+    constants: tuple[ConstantEntry, ...]
+    packed_for_fbgemm: dict[str, tuple[str, str]] = Field(default_factory=dict)
+    """Handle constant -> its weight and scale constants, packed when the artifact is loaded."""
+    operators: tuple[str, ...]
+    """Operator libraries to load first: `fbgemm`, `rankopt`."""
+    judged_isa: str
+    """The kernels' instruction set on which the artifact was checked."""
+    libraries: dict[str, str]
+    compiler_options: dict[str, Any]
+    tolerance: float
+    """Largest difference from the bundle's own outputs that the checks allow."""
+    files: dict[str, str]
+    """File -> sha256, of every file but this one and passes.json."""
+    size_bytes: int
+    """Bytes of weights/: every stored copy of parameters and tables."""
+    code_bytes: int
+    control_size_bytes: int
+    """Bytes of the eager model's parameters and buffers."""
+    card: dict[str, Any]
+    """The model card, so that data can be read for the artifact alone."""
+    card_folder: str | None = None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check manifest.json.
+
+    Raises:
+        ArtifactError: there is none, it is damaged, or another version of rankopt wrote it.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ArtifactError(
+            f"{folder}: holds no {MANIFEST}, so it is no rankopt artifact. "
+            "Make one with: rankopt optimize RECIPE --model CARD --out DIR"
+        )
+    try:
+        manifest = Manifest.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        problems = problems_of_validation(str(file), error, Manifest)
+        raise ArtifactError(problems=problems) from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{file}: has format {manifest.format_version}; this rankopt reads {FORMAT_VERSION}. "
+            "Build the artifact again with this version."
+        )
+    return manifest
+
+
+def sha256_file(path: Path) -> str:
+    """Hash a file without reading it into memory."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Name the files that are missing or differ from their hash, one sentence each."""
+    found = []
+    for name, expected in sorted(manifest.files.items()):
+        file = folder / name
+        if not file.is_file():
+            found.append(f"{name} is missing")
+        elif sha256_file(file) != expected:
+            found.append(f"{name} differs from its hash in {MANIFEST}")
+    return found

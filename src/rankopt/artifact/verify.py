@@ -1,0 +1,178 @@
+"""Prove an artifact in a fresh process: files whole, contract kept, outputs those of the bundle.
+
+Run as a module (`python -m rankopt.artifact.verify DIR`) it prints one JSON object. An artifact
+counts as built only after this passed, since a package that compiled may still fail to run
+(pytorch issue 135563).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from rankopt.artifact.manifest import CHECKS, Manifest, damaged_files, read_manifest
+from rankopt.errors import ArtifactError, RankoptError
+
+TIMEOUT_S = 600
+ROW_BATCH = 33
+"""Batch in which single rows are compared with themselves alone: odd, more than two vectors."""
+
+
+class Verification(BaseModel):
+    """What was found; `problems` is empty when the artifact is sound.
+
+    Attributes:
+        largest_difference: from the bundle's outputs, as a share of their spread.
+        rows_alone_equal: a row scored the same bits alone and inside a batch.
+        batch_sizes: sizes that ran.
+        isa: the kernels' instruction set here, which may differ from where it was judged.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    artifact: str
+    problems: tuple[str, ...]
+    largest_difference: float | None = None
+    rows_alone_equal: bool | None = None
+    batch_sizes: tuple[int, ...] = ()
+    isa: str | None = None
+    judged_isa: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+def verify_artifact(folder: Path) -> Verification:
+    """Check an artifact in a fresh process, so that nothing of this one helps it.
+
+    Raises:
+        ArtifactError: the folder is no artifact, or the process died.
+    """
+    read_manifest(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "rankopt.artifact.verify", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        tail = "\n".join((done.stderr or done.stdout).splitlines()[-6:])
+        raise ArtifactError(
+            f"{folder}: the process that loaded it ended with {done.returncode}:\n{tail}"
+        )
+    return Verification.model_validate_json(lines[-1])
+
+
+def _verify_here(folder: Path) -> Verification:
+    manifest = read_manifest(folder)
+    damaged = damaged_files(folder, manifest)
+    if damaged:
+        return Verification(artifact=str(folder), problems=tuple(damaged))
+    from rankopt.kernels.ops import current_isa
+    from rankopt.runtime import load_artifact
+
+    try:
+        artifact = load_artifact(folder)
+    except RankoptError as error:
+        return Verification(artifact=str(folder), problems=(str(error),))
+    problems: list[str] = []
+    difference, sizes = _compare(artifact, folder, manifest, problems)
+    alone = _rows_alone(artifact, manifest)
+    notes = []
+    isa = current_isa()
+    if isa != manifest.judged_isa:
+        notes.append(
+            f"built and judged with {manifest.judged_isa}, running with {isa}: quality was judged "
+            "there; judge it again here with `rankopt ab`"
+        )
+    return Verification(
+        artifact=str(folder),
+        problems=tuple(problems),
+        largest_difference=difference,
+        rows_alone_equal=alone,
+        batch_sizes=sizes,
+        isa=isa,
+        judged_isa=manifest.judged_isa,
+        notes=tuple(notes),
+    )
+
+
+def _compare(
+    artifact: Any, folder: Path, manifest: Manifest, problems: list[str]
+) -> tuple[float, tuple[int, ...]]:
+    from safetensors.torch import load_file
+
+    checks = load_file(folder / CHECKS)
+    sizes = sorted({int(name.split("/")[0]) for name in checks})
+    # The spread over all check rows: a single row has none of its own.
+    expected = {
+        entry.name: [checks[f"{size}/output/{entry.name}"] for size in sizes]
+        for entry in manifest.outputs
+    }
+    largest = 0.0
+    for index, size in enumerate(sizes):
+        features = {
+            name.split("/", 2)[2]: value
+            for name, value in checks.items()
+            if name.startswith(f"{size}/input/")
+        }
+        scores = artifact(features)
+        for name, references in expected.items():
+            share = _share(scores[name], references[index], references)
+            largest = max(largest, share)
+            if not share <= manifest.tolerance:
+                problems.append(
+                    f"output {name} at batch {size} differs from the bundle's by {share:.3g} of "
+                    f"its spread; allowed is {manifest.tolerance}"
+                )
+    return largest, tuple(sizes)
+
+
+def _share(score: Any, reference: Any, references: list[Any]) -> float:
+    import torch
+
+    if score.shape != reference.shape:
+        return float("inf")
+    spread = float(torch.cat(references).double().std())
+    worst = float((score.double() - reference.double()).abs().max())
+    return worst / max(spread, 1e-6)
+
+
+def _rows_alone(artifact: Any, manifest: Manifest) -> bool:
+    """Tell whether rows score the same bits alone as inside a batch."""
+    import torch
+
+    from rankopt.artifact.contract import random_features
+    from rankopt.artifact.rows import one_row
+
+    features = random_features(manifest.inputs, ROW_BATCH, torch.Generator().manual_seed(1))
+    together = artifact(features)
+    for row in (0, ROW_BATCH // 2, ROW_BATCH - 1):
+        alone = artifact(one_row(manifest.inputs, features, row))
+        if any(not _same_bits(alone[name][0], score[row]) for name, score in together.items()):
+            return False
+    return True
+
+
+def _same_bits(left: Any, right: Any) -> bool:
+    return bool(left == right) or bool(left.isnan() and right.isnan())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Verify one folder and print the result as one line of JSON."""
+    print(json.dumps(_verify_here(Path(arguments[0])).model_dump(mode="json")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

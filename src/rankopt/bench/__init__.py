@@ -1,0 +1,1 @@
+"""Timing of arms in turns, and the A/B built on it."""

@@ -1,0 +1,148 @@
+"""The bundle: what passes rewrite.
+
+An exported graph with its weights, the card it came from and a few real rows to check it on. It
+is a frozen value: a pass returns a new one, so dropping a pass means keeping the old bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+
+from rankopt.errors import ExportError
+from rankopt.models.card import KjtInput, ModelCard, RaggedIdsInput
+from rankopt.models.serving import ServingModule
+from rankopt.tables import TableBatch
+
+MAX_BATCH = 1 << 16
+"""Largest batch an artifact takes; the bound stands in its contract."""
+
+
+@dataclass(frozen=True)
+class ModelBundle:
+    """A model on its way to an artifact.
+
+    Attributes:
+        card: where it came from.
+        program: the exported graph, inference only, weights inside.
+        sample: flat features of real rows (B not 0 or 1), to trace again and to measure drift on.
+        batches: table batches in the graph, by the name of the constant that holds their rows.
+        inductor_options: compiler options, patched around the compile and nowhere else.
+        provided: what passes have established (`fused_embeddings`, `int8_dense`, ...).
+    """
+
+    card: ModelCard
+    program: ExportedProgram
+    sample: Mapping[str, Tensor]
+    batches: Mapping[str, TableBatch] = field(default_factory=dict)
+    inductor_options: Mapping[str, Any] = field(default_factory=dict)
+    provided: frozenset[str] = frozenset()
+
+    def run(self, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Run the graph as it stands (not compiled) and name its outputs."""
+        given = self.sample if features is None else features
+        inputs = [given[name] for name in self.card.tensor_names]
+        with torch.no_grad():
+            scores = self.program.module(check_guards=False)(*inputs)
+        names = [output.name for output in self.card.outputs]
+        return {name: score.clone() for name, score in zip(names, scores, strict=True)}
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Every parameter, buffer and lifted constant that the graph reads."""
+        found: dict[str, Tensor] = dict(self.program.state_dict)
+        for name, value in self.program.constants.items():
+            if isinstance(value, Tensor):
+                found[name] = value
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of parameters and tables as they will be stored."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.constants.values())
+
+    def edit(self, rewrite: Callable[[GraphModule], None], **changes: Any) -> ModelBundle:
+        """Rewrite the graph in place on a copy and trace the result again.
+
+        Tracing again, rather than patching the signature by hand, checks the new graph with fake
+        tensors, drops constants that nothing reads any more, and keeps the dynamic dims honest.
+        """
+        graph_module = self.program.module(check_guards=False)
+        rewrite(graph_module)
+        graph_module.graph.eliminate_dead_code()
+        graph_module.graph.lint()
+        graph_module.recompile()
+        program = export_module(graph_module, self.card, self.sample)
+        return replace(self, program=program, **changes)
+
+
+def build_bundle(card: ModelCard, model: nn.Module, sample: Mapping[str, Tensor]) -> ModelBundle:
+    """Export a model for serving.
+
+    Args:
+        card: describes the model's inputs and outputs.
+        model: the module with its weights, in eval mode.
+        sample: flat features of at least two real rows.
+
+    Raises:
+        ExportError: torch.export refused; the message carries its reason.
+    """
+    program = export_module(ServingModule(card, model.eval()), card, sample)
+    return ModelBundle(card=card, program=program, sample=sample)
+
+
+def export_module(module: nn.Module, card: ModelCard, sample: Mapping[str, Tensor]) -> ExportedProgram:
+    """Trace a module with the card's dims dynamic, and assert that they stayed so."""
+    inputs = tuple(sample[name] for name in card.tensor_names)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(
+                module, inputs, dynamic_shapes=dynamic_shapes(card, module), strict=False
+            )
+    except Exception as error:  # torch.export raises many unrelated types for user code
+        raise ExportError(
+            f"{card.where}: torch.export refused the model: {_first_lines(error)}\n"
+            "Usual causes: a shape that depends on data (.item(), boolean indexing), a Python "
+            "branch on a tensor, or a fixed batch size inside forward."
+        ) from error
+    return program
+
+
+def dynamic_shapes(card: ModelCard, module: nn.Module | None = None) -> Any:
+    """Name the dynamic dims of every flat input: B rows, and one L per ragged input."""
+    batch = Dim("B", min=1, max=MAX_BATCH)
+    shapes: list[dict[int, Any]] = []
+    for item in card.inputs:
+        if isinstance(item, KjtInput | RaggedIdsInput):
+            longest = max_ids_per_row(item) * MAX_BATCH
+            ids = Dim(f"L_{item.name}", min=0, max=longest)
+            groups = len(item.features) if isinstance(item, KjtInput) else 1
+            lengths = groups * batch if groups > 1 else batch
+            shapes += [{0: ids}, {0: lengths}]
+            if len(item.tensor_names) == 3:
+                shapes.append({0: ids})
+        else:
+            shapes.append({0: batch})
+    # ServingModule takes its tensors as varargs, which torch.export names as one group; a graph
+    # that was unlifted once has one parameter per tensor.
+    return (tuple(shapes),) if isinstance(module, ServingModule) else tuple(shapes)
+
+
+def max_ids_per_row(item: KjtInput | RaggedIdsInput) -> int:
+    """Longest list a row may bring into one ragged input, all its features together."""
+    if isinstance(item, KjtInput):
+        return sum(feature.max_length for feature in item.features)
+    return item.max_length
+
+
+def _first_lines(error: Exception, limit: int = 6) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n  ".join(lines[:limit])

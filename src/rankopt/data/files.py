@@ -1,0 +1,195 @@
+"""Readers of parquet and csv, from a file or a folder of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field
+
+from rankopt.data.rowsource import (
+    BATCH_ROWS,
+    choose_columns,
+    cut,
+    input_files,
+    refuse_twice_named,
+    unreadable,
+)
+from rankopt.errors import DataError, Problem
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+CSV_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
+
+_READ_BUFFER_BYTES = 1 << 20
+_PARQUET_HINT = "A copy that was cut short reads like this: write or copy it again."
+
+
+class ParquetSource:
+    """Rows of a parquet file, or of a folder's parquet files in name order.
+
+    Footers are read at once, so that a truncated file is found before work begins.
+
+    Raises:
+        DataError: nothing is there, a file is truncated, or files differ in their columns.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._files = input_files(path, PARQUET_SUFFIXES)
+        self._num_rows = 0
+        self._columns: tuple[str, ...] = ()
+        for index, file in enumerate(self._files):
+            with _parquet(file) as reader:
+                names = tuple(reader.schema_arrow.names)
+                self._num_rows += reader.metadata.num_rows
+            refuse_twice_named(str(file), names)
+            if index == 0:
+                self._columns = names
+            elif set(names) != set(self._columns):
+                differing = sorted(set(names) ^ set(self._columns))
+                what = f"must have the columns of {self._files[0].name}; these differ"
+                raise DataError(problems=[Problem(str(file), what, differing)])
+
+    @property
+    def name(self) -> str:
+        return str(self._path)
+
+    @property
+    def num_rows(self) -> int:
+        return self._num_rows
+
+    def column_names(self) -> tuple[str, ...]:
+        return self._columns
+
+    def batches(
+        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
+    ) -> Iterator[pa.RecordBatch]:
+        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
+
+    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+        for file in self._files:
+            with _parquet(file) as reader:
+                try:
+                    for batch in reader.iter_batches(batch_size=batch_rows, columns=columns):
+                        yield batch.select(columns)
+                except (pa.ArrowException, OSError) as error:
+                    raise unreadable(str(file), "parquet", error, _PARQUET_HINT) from error
+
+
+def _parquet(file: Path) -> Any:
+    """Open a parquet file so that pages are read as they are needed.
+
+    Arrow's own default, pre_buffer, fetches whole row groups ahead.
+    """
+    try:
+        return pq.ParquetFile(file, buffer_size=_READ_BUFFER_BYTES, pre_buffer=False)
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(str(file), "parquet", error, _PARQUET_HINT) from error
+
+
+class CsvOptions(BaseModel):
+    """How a csv file is written: `data.options` of a card whose format is csv."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
+    """Between fields; None is a tab for `.tsv`, else a comma."""
+    list_delimiter: str = Field(default="|", min_length=1)
+    """Between the ids of one list."""
+    list_columns: tuple[str, ...] = ()
+    """Columns that hold lists; the inputs of a card that take lists are added to these."""
+    null_values: tuple[str, ...] = ("", "NULL", "null", "NaN", "nan")
+    """Fields that stand for a missing value."""
+    block_bytes: int = Field(default=4 << 20, ge=1 << 10)
+    """How much of the file is parsed at a time; a line must fit."""
+
+
+class CsvSource:
+    """Rows of a csv file with a header line, or of a folder's csv files in name order.
+
+    Columns come as strings and list columns as lists of strings; `encode` reads the numbers.
+    Guessing types instead would go by the first block: a column that is whole numbers there and
+    has a fraction later would fail far into the file.
+
+    Raises:
+        DataError: nothing is there, no header, or files differ in their columns.
+    """
+
+    def __init__(self, path: str | Path, options: CsvOptions | None = None) -> None:
+        self._path = Path(path)
+        self._options = options or CsvOptions()
+        self._files = input_files(path, CSV_SUFFIXES)
+        self._columns = self._header(self._files[0])
+        for file in self._files[1:]:
+            if self._header(file) != self._columns:
+                what = f"must have the header of {self._files[0].name}: {list(self._columns)}"
+                raise DataError(problems=[Problem(str(file), what, list(self._header(file)))])
+
+    @property
+    def name(self) -> str:
+        return str(self._path)
+
+    @property
+    def num_rows(self) -> int | None:
+        return None
+
+    def column_names(self) -> tuple[str, ...]:
+        return self._columns
+
+    def batches(
+        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
+    ) -> Iterator[pa.RecordBatch]:
+        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
+
+    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+        for file in self._files:
+            try:
+                with self._open(file, columns) as reader:
+                    for block in reader:
+                        yield from cut(self._with_lists(block), batch_rows)
+            except (pa.ArrowException, OSError) as error:
+                hint = "Mend the line, or set delimiter and block_bytes in data.options."
+                raise unreadable(str(file), "csv", error, hint) from error
+
+    def _with_lists(self, block: Any) -> Any:
+        lists = self._options.list_columns
+        arrays = [
+            pc.split_pattern(block.column(i), self._options.list_delimiter)
+            if name in lists
+            else block.column(i)
+            for i, name in enumerate(block.schema.names)
+        ]
+        return pa.RecordBatch.from_arrays(arrays, names=block.schema.names)
+
+    def _header(self, file: Path) -> tuple[str, ...]:
+        try:
+            with self._open(file, None) as reader:
+                names = tuple(reader.schema.names)
+        except (pa.ArrowException, OSError) as error:
+            hint = "The first line must name the columns."
+            raise unreadable(str(file), "csv", error, hint) from error
+        refuse_twice_named(str(file), names)
+        return names
+
+    def _open(self, file: Path, columns: list[str] | None) -> Any:
+        options = self._options
+        tab = ".tsv" in file.suffixes
+        return pacsv.open_csv(
+            file,
+            # One thread: only then does Arrow name the row of a line it cannot parse.
+            read_options=pacsv.ReadOptions(block_size=options.block_bytes, use_threads=False),
+            parse_options=pacsv.ParseOptions(
+                delimiter=options.delimiter or ("\t" if tab else ","), newlines_in_values=True
+            ),
+            convert_options=pacsv.ConvertOptions(
+                column_types=dict.fromkeys(columns or (), pa.string()),
+                include_columns=columns or [],
+                strings_can_be_null=True,
+                null_values=list(options.null_values),
+            ),
+        )

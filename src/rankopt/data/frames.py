@@ -1,0 +1,102 @@
+"""Readers of what is already in Python: a pandas DataFrame, a Ray Dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rankopt.data.rowsource import BATCH_ROWS, choose_columns, cut, refuse_twice_named
+from rankopt.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class FrameSource:
+    """Rows of a pandas DataFrame; the frame is read, never changed or copied whole.
+
+    Raises:
+        DataError: two columns share a name.
+    """
+
+    def __init__(self, frame: pd.DataFrame, name: str = "DataFrame") -> None:
+        self._frame = frame
+        self._name = name
+        self._columns = tuple(str(column) for column in frame.columns)
+        refuse_twice_named(name, self._columns)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._frame)
+
+    def column_names(self) -> tuple[str, ...]:
+        return self._columns
+
+    def batches(
+        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
+    ) -> Iterator[pa.RecordBatch]:
+        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
+
+    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+        positions = [self._columns.index(column) for column in columns]
+        for start in range(0, len(self._frame), batch_rows):
+            piece = self._frame.iloc[start : start + batch_rows]
+            arrays = [
+                self._array(piece.iloc[:, position], column, start)
+                for position, column in zip(positions, columns, strict=True)
+            ]
+            yield pa.RecordBatch.from_arrays(arrays, names=columns)
+
+    def _array(self, values: pd.Series[Any], column: str, start: int) -> pa.Array:
+        try:
+            array = pa.Array.from_pandas(values)
+        except (pa.ArrowException, TypeError, OverflowError) as error:
+            where = f"{self._name}: column {column!r}, rows from {start}"
+            what = f"mixes types that have no common one ({str(error).splitlines()[0]})"
+            raise DataError(problems=[Problem(where, what, hint="Give it one type.")]) from error
+        return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+
+
+class RayDatasetSource:
+    """Rows of a Ray Dataset, pulled block by block and in the dataset's own order.
+
+    Ray must be running, as it is wherever a Dataset could be made.
+    """
+
+    def __init__(self, dataset: Any, name: str = "Ray Dataset") -> None:
+        self._dataset = dataset
+        self._name = name
+        # Asking for the names may run the first block of a lazy dataset, so it is asked once.
+        self._columns = tuple(str(column) for column in dataset.columns() or ())
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def num_rows(self) -> int | None:
+        # Counting would run the whole pipeline behind a lazy dataset.
+        return None
+
+    def column_names(self) -> tuple[str, ...]:
+        return self._columns
+
+    def batches(
+        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
+    ) -> Iterator[pa.RecordBatch]:
+        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
+
+    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+        # The selection is a dataset of our own, with a copy of the context: asking it to keep
+        # the order changes nothing for the caller's dataset.
+        chosen = self._dataset.select_columns(columns)
+        chosen.context.execution_options.preserve_order = True
+        for table in chosen.iter_batches(batch_size=batch_rows, batch_format="pyarrow"):
+            for batch in table.select(columns).combine_chunks().to_batches():
+                yield from cut(batch, batch_rows)

@@ -1,0 +1,159 @@
+#include "linear_int8.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "target.h"
+
+RANKOPT_TARGET_BEGIN("avx2")
+
+namespace rankopt {
+namespace {
+
+#include "linear_int8_tile.h"
+
+struct Avx2 {
+  using Int = __m256i;
+  using Float = __m256;
+  static constexpr int kLanes = 8;
+
+  static Int zero() { return _mm256_setzero_si256(); }
+  static Int subtract(Int a, Int b) { return _mm256_sub_epi32(a, b); }
+  static Float to_float(Int a) { return _mm256_cvtepi32_ps(a); }
+  static Float broadcast(float a) { return _mm256_set1_ps(a); }
+  static Float multiply(Float a, Float b) { return _mm256_mul_ps(a, b); }
+  static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
+  static Float scale_negative(Float y, Float slope) {
+    const Float keep = _mm256_cmp_ps(y, _mm256_setzero_ps(), _CMP_GE_OQ);
+    return _mm256_blendv_ps(_mm256_mul_ps(y, slope), y, keep);
+  }
+  static Int lanes_below(int64_t valid) {
+    const Int index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(valid)), index);
+  }
+  static Float load(const float* p, int64_t valid) {
+    return valid >= kLanes ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, lanes_below(valid));
+  }
+  // A masked store costs tens of cycles on AMD: only the last vector of a row pays it.
+  static void store(float* p, Float y, int64_t valid) {
+    if (valid >= kLanes)
+      _mm256_storeu_ps(p, y);
+    else
+      _mm256_maskstore_ps(p, lanes_below(valid), y);
+  }
+  static Int load_bytes(const int8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static Int load_four(const uint8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, sizeof(four));
+    return _mm256_set1_epi32(four);
+  }
+};
+
+// 7-bit activations: a pair sum is at most 2 * 127 * 127 = 32258, so the 16-bit adds of vpmaddubsw
+// cannot saturate.
+struct Avx2Bits7 : Avx2 {
+  using Left = __m256i;
+  using Right = __m256i;
+  static constexpr int max_tiles = 1;
+  static constexpr int max_rows(int) { return 4; }
+  static Left load_left(const uint8_t* p) { return load_four(p); }
+  static Right load_right(const int8_t* p) { return load_bytes(p); }
+  static Int dot(Int sum, Left a, Right b) {
+    const Int pairs = _mm256_maddubs_epi16(a, b);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  static Int load_zero_correction(const int8_t* p) { return _mm256_slli_epi32(load_bytes(p), 6); }
+};
+
+// 8-bit activations: even and odd bytes widened to 16 bits, products summed in 32.
+struct Avx2Bits8 : Avx2 {
+  struct Left {
+    __m256i even, odd;
+  };
+  struct Right {
+    __m256i even, odd;
+  };
+  static constexpr int max_tiles = 1;
+  static constexpr int max_rows(int) { return 4; }
+  static Left load_left(const uint8_t* p) {
+    const Int four = load_four(p);
+    return {_mm256_and_si256(four, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(four, 8)};
+  }
+  static Right load_right(const int8_t* p) {
+    const Int bytes = load_bytes(p);
+    return {_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
+  }
+  static Int dot(Int sum, Left a, Right b) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a.even, b.even));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(a.odd, b.odd));
+  }
+  static Int load_zero_correction(const int8_t* p) { return _mm256_slli_epi32(load_bytes(p), 7); }
+};
+
+inline __m256i magnitude_bits(const float* x) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  return _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+}
+
+inline __m256i rounded(const float* x, __m256 inverse) {
+  return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x), inverse));
+}
+
+inline __m256i pack_32(const float* x, __m256 inverse, __m256i zero_point) {
+  const __m256i low = _mm256_packs_epi32(rounded(x, inverse), rounded(x + 8, inverse));
+  const __m256i high = _mm256_packs_epi32(rounded(x + 16, inverse), rounded(x + 24, inverse));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes = _mm256_packs_epi16(low, high);
+  return _mm256_add_epi8(_mm256_permutevar8x32_epi32(bytes, order), zero_point);
+}
+
+float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out) {
+  const int64_t whole = num_inputs & ~int64_t{31};
+  const int64_t rest = num_inputs - whole;
+  float tail[32] = {};
+  std::memcpy(tail, x + whole, static_cast<size_t>(rest) * sizeof(float));
+
+  __m256i peaks[4] = {};
+  for (int64_t k = 0; k < whole; k += 32)
+    for (int i = 0; i < 4; ++i) peaks[i] = _mm256_max_epu32(peaks[i], magnitude_bits(x + k + 8 * i));
+  for (int i = 0; i < 4; ++i) peaks[i] = _mm256_max_epu32(peaks[i], magnitude_bits(tail + 8 * i));
+  const __m256i both = _mm256_max_epu32(_mm256_max_epu32(peaks[0], peaks[1]),
+                                        _mm256_max_epu32(peaks[2], peaks[3]));
+  __m128i half = _mm_max_epu32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+  half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1));
+  const RowScale row = row_scale(static_cast<uint32_t>(_mm_cvtsi128_si32(half)),
+                                 levels_of(activation_bits));
+
+  const int zero_point = 1 << zero_shift_of(activation_bits);
+  if (row.inverse == 0.0f) {
+    std::memset(out, zero_point, static_cast<size_t>(divide_up(num_inputs, kTileInputs) * 4));
+    return row.scale;
+  }
+  const __m256 inverse = _mm256_set1_ps(row.inverse);
+  const __m256i offset = _mm256_set1_epi8(static_cast<char>(zero_point));
+  for (int64_t k = 0; k < whole; k += 32)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k), pack_32(x + k, inverse, offset));
+  if (rest > 0) {
+    alignas(32) uint8_t bytes[32];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), pack_32(tail, inverse, offset));
+    std::memcpy(out + whole, bytes, static_cast<size_t>(divide_up(rest, kTileInputs) * 4));
+  }
+  return row.scale;
+}
+
+}  // namespace
+
+const LinearInt8& linear_int8_avx2() {
+  static const LinearInt8 kernels{quantize, multiply<Avx2Bits7>, multiply<Avx2Bits8>};
+  return kernels;
+}
+
+}  // namespace rankopt
+
+RANKOPT_TARGET_END
+#endif

@@ -1,0 +1,69 @@
+// The plain C++ version: what a CPU without AVX2 runs, and what the others are compared with.
+#include "linear_int8.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace rankopt {
+namespace {
+
+float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out) {
+  uint32_t peak = 0;
+  for (int64_t k = 0; k < num_inputs; ++k) {
+    uint32_t bits;
+    std::memcpy(&bits, x + k, sizeof(bits));
+    bits &= 0x7fffffffu;
+    peak = bits > peak ? bits : peak;
+  }
+  const RowScale row = row_scale(peak, levels_of(activation_bits));
+  const int zero_point = 1 << zero_shift_of(activation_bits);
+  const int64_t padded = divide_up(num_inputs, kTileInputs) * kTileInputs;
+  if (row.inverse == 0.0f) {
+    std::memset(out, zero_point, static_cast<size_t>(padded));
+    return row.scale;
+  }
+  for (int64_t k = 0; k < num_inputs; ++k)
+    out[k] = static_cast<uint8_t>(static_cast<int>(std::nearbyint(x[k] * row.inverse)) + zero_point);
+  for (int64_t k = num_inputs; k < padded; ++k) out[k] = static_cast<uint8_t>(zero_point);
+  return row.scale;
+}
+
+void finish(const GemmBlock& block, int64_t row, int64_t tile, const int32_t* sums, int shift) {
+  for (int64_t lane = 0; lane < kTileOutputs; ++lane) {
+    const int64_t n = tile * kTileOutputs + lane;
+    if (n >= block.num_outputs) return;
+    int32_t column_sum;
+    std::memcpy(&column_sum, block.column_sum + n * 4, sizeof(column_sum));
+    const int32_t exact = sums[lane] - column_sum * (1 << shift);
+    float y = static_cast<float>(exact) * (block.row_scales[row] * block.scale[n]);
+    if (block.bias != nullptr) y = y + block.bias[n];
+    if (block.slope != nullptr && !(y >= 0.0f)) y = y * block.slope[block.slope_per_output ? n : 0];
+    block.out[row * block.out_stride + n] = y;
+  }
+}
+
+template <int kShift>
+void gemm(const GemmBlock& block) {
+  for (int64_t row = 0; row < block.num_rows; ++row) {
+    for (int64_t tile = block.tile_begin; tile < block.tile_end; ++tile) {
+      int32_t sums[kTileOutputs] = {};
+      const int8_t* weights = block.tiles + tile * block.num_steps * kTileBytes;
+      for (int64_t step = 0; step < block.num_steps; ++step, weights += kTileBytes) {
+        const uint8_t* inputs = block.rows + row * block.stride + step * kTileInputs;
+        for (int64_t lane = 0; lane < kTileOutputs; ++lane)
+          for (int64_t k = 0; k < kTileInputs; ++k)
+            sums[lane] += int32_t{inputs[k]} * int32_t{weights[lane * kTileInputs + k]};
+      }
+      finish(block, row, tile, sums, kShift);
+    }
+  }
+}
+
+}  // namespace
+
+const LinearInt8& linear_int8_scalar() {
+  static const LinearInt8 kernels{quantize, gemm<6>, gemm<7>};
+  return kernels;
+}
+
+}  // namespace rankopt

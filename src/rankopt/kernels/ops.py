@@ -1,0 +1,104 @@
+"""The kernels as Python functions, and what a compiler must be told to call them directly.
+
+`rankopt.kernels.build.load_kernels` registers the operators with torch, shapes included, so they go
+through `torch.export` and AOTInductor with dynamic sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankopt.kernels.build import load_kernels
+
+
+def linear_int8(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    negative_slope: Tensor | None = None,
+    *,
+    num_outputs: int,
+    activation_bits: int = 7,
+) -> Tensor:
+    """Multiply by packed int8 weights, with one activation scale per row.
+
+    A row's result is the same bit for bit alone, anywhere in a batch, beside any neighbours, with
+    any number of threads and on every instruction set. A row that holds NaN or infinity gives NaN.
+
+    Shapes: x float32 [..., K]; packed as `packing.pack_linear_int8` makes it; scale and bias
+    float32 [N]; negative_slope float32 [1] or [N], what negative results are multiplied by (0 is
+    ReLU); returns float32 [..., N].
+    """
+    load_kernels()
+    result: Tensor = torch.ops.rankopt.linear_int8(
+        x, packed, scale, bias, negative_slope, num_outputs, activation_bits
+    )
+    return result
+
+
+def linear_fbgemm(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, handle: Tensor
+) -> Tensor:
+    """Multiply by int8 weights through fbgemm, with one 7-bit activation scale per row.
+
+    Shapes: x float32 [..., K]; weight int8 [N, K]; scale and bias float32 [N]; handle int64 [1],
+    what `fbgemm_pack` returned, or 0 to pack on the fly (slow); returns float32 [..., N].
+    """
+    load_kernels()
+    result: Tensor = torch.ops.rankopt.linear_fbgemm(x, weight, scale, bias, handle)
+    return result
+
+
+def fbgemm_pack(weight: Tensor, scale: Tensor) -> int:
+    """Pack weights for `linear_fbgemm`; the caller owns the handle and must release it."""
+    load_kernels()
+    return int(torch.ops.rankopt.fbgemm_pack(weight, scale))
+
+
+def fbgemm_release(handle: int) -> None:
+    """Free what `fbgemm_pack` packed; its handle is never given out again."""
+    load_kernels()
+    torch.ops.rankopt.fbgemm_release(handle)
+
+
+def supported_isas() -> list[str]:
+    """List the instruction sets this CPU can run, the best one last."""
+    load_kernels()
+    return list(torch.ops.rankopt.supported_isas())
+
+
+def current_isa() -> str:
+    """Return the instruction set in use: the best one, or what RANKOPT_ISA or `set_isa` named."""
+    load_kernels()
+    return str(torch.ops.rankopt.isa())
+
+
+def set_isa(name: str) -> None:
+    """Use another instruction set from now on in this process; `auto` is the best one."""
+    load_kernels()
+    torch.ops.rankopt.set_isa(name)
+
+
+def aoti_c_shims() -> dict[Any, list[str]]:
+    """Return the value of `torch._inductor.config.aot_inductor.custom_ops_to_c_shims`.
+
+    With it a compiled artifact calls the kernels' C functions instead of going through torch's
+    dispatcher with boxed arguments. Load the kernels before such an artifact.
+    """
+    load_kernels()
+    ops = torch.ops.rankopt
+    return {
+        ops.linear_int8.default: [
+            "AOTITorchError aoti_torch_cpu_linear_int8(AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, "
+            "AtenTensorHandle*)"
+        ],
+        ops.linear_fbgemm.default: [
+            "AOTITorchError aoti_torch_cpu_linear_fbgemm(AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle*)"
+        ],
+    }

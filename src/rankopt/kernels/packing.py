@@ -1,0 +1,90 @@
+"""Quantise a linear layer's weight and lay it out for the `rankopt::linear_int8` kernel.
+
+Shapes: N outputs, K inputs. Layout of a packed weight, a flat int8 tensor with zeros as padding,
+the same bytes for every instruction set::
+
+    int8  tiles[ceil(N / 16)][ceil(K / 4)][16][4]
+    int32 column_sum[16 * ceil(N / 16)]            the sum of each output's weights, little-endian
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE_OUTPUTS = 16
+TILE_INPUTS = 4
+MAX_LEVEL = 127
+
+
+def quantize_linear_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise symmetrically to int8, with one scale per output.
+
+    An output whose weights are all zero gets scale 1.
+
+    Shapes: weight [N, K] float; returns int8 [N, K] in [-127, 127] and float32 [N].
+
+    Raises:
+        ValueError: the weight is not a matrix, or not finite.
+    """
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"weight must be a float matrix; got {weight.dtype} {[*weight.shape]}")
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("weight must be finite; got NaN or infinity")
+    values = weight.detach().to(torch.float64)
+    peak = values.abs().amax(dim=1) if weight.shape[1] else values.new_zeros(weight.shape[0])
+    scale = (peak / MAX_LEVEL).to(torch.float32)
+    # A peak that float32 cannot hold divided by 127 is as good as zero.
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    levels = torch.round(values / scale.to(torch.float64)[:, None])
+    return levels.clamp(-MAX_LEVEL, MAX_LEVEL).to(torch.int8), scale
+
+
+def pack_linear_int8(levels: Tensor) -> Tensor:
+    """Lay int8 weights [N, K] out for the kernel.
+
+    Raises:
+        ValueError: the weights are not an int8 matrix, or hold -128, which the kernels do not take.
+    """
+    if levels.dim() != 2 or levels.dtype != torch.int8:
+        raise ValueError(f"weights must be an int8 matrix; got {levels.dtype} {[*levels.shape]}")
+    if bool((levels == -128).any()):
+        raise ValueError("weights must lie in [-127, 127]; got -128")
+    num_outputs, num_inputs = levels.shape
+    num_tiles, num_steps = _counts(num_outputs, num_inputs)
+    padded = torch.zeros(
+        num_tiles * TILE_OUTPUTS, num_steps * TILE_INPUTS, dtype=torch.int8, device="cpu"
+    )
+    padded[:num_outputs, :num_inputs] = levels
+    tiles = padded.view(num_tiles, TILE_OUTPUTS, num_steps, TILE_INPUTS).permute(0, 2, 1, 3)
+    column_sum = padded.sum(dim=1, dtype=torch.int32)
+    return torch.cat([tiles.reshape(-1), column_sum.view(torch.int8)])
+
+
+def unpack_linear_int8(packed: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
+    """Return the int8 weights [N, K] that `pack_linear_int8` was given.
+
+    Raises:
+        ValueError: `packed` has not the size of a weight of that shape.
+    """
+    size_bytes = packed_size_bytes(num_outputs, num_inputs)
+    if packed.dtype != torch.int8 or packed.numel() != size_bytes:
+        raise ValueError(
+            f"packed must be {size_bytes} int8 values for {num_outputs} x {num_inputs}; "
+            f"got {packed.numel()} of {packed.dtype}"
+        )
+    num_tiles, num_steps = _counts(num_outputs, num_inputs)
+    tiles = packed[: num_tiles * num_steps * TILE_OUTPUTS * TILE_INPUTS]
+    tiles = tiles.view(num_tiles, num_steps, TILE_OUTPUTS, TILE_INPUTS).permute(0, 2, 1, 3)
+    padded = tiles.reshape(num_tiles * TILE_OUTPUTS, num_steps * TILE_INPUTS)
+    return padded[:num_outputs, :num_inputs].contiguous()
+
+
+def packed_size_bytes(num_outputs: int, num_inputs: int) -> int:
+    """Return the size of a packed weight, column sums included."""
+    num_tiles, num_steps = _counts(num_outputs, num_inputs)
+    return num_tiles * TILE_OUTPUTS * (num_steps * TILE_INPUTS + 4)
+
+
+def _counts(num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    return -(-num_outputs // TILE_OUTPUTS), -(-num_inputs // TILE_INPUTS)

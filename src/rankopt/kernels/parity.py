@@ -1,0 +1,198 @@
+"""The parity grid: the inputs on which a kernel must agree with its reference, as data.
+
+Shapes: B rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rankopt.kernels.packing import quantize_linear_weight
+
+Values = Literal[
+    "normal",  # what a layer sees
+    "extreme",  # every input and every weight at its largest: no sum may saturate
+    "alternating",  # the same with alternating signs
+    "zero",  # rows of zeros
+    "tiny",  # so small that the reciprocal of a scale overflows
+    "huge",  # so large that a careless scale overflows
+    "nonfinite",  # rows of NaN, inf and -inf between ordinary ones
+    "loud",  # rows of 1e6 between ordinary ones
+]
+Layout = Literal["contiguous", "row_stride", "transposed", "three_dims"]
+Slope = Literal["none", "one", "per_output"]
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """One call of a quantised linear kernel."""
+
+    num_rows: int
+    num_inputs: int
+    num_outputs: int
+    values: Values = "normal"
+    layout: Layout = "contiguous"
+    activation_bits: int = 7
+    has_bias: bool = True
+    negative_slope: Slope = "none"
+
+    def __str__(self) -> str:
+        shape = f"{self.num_rows}x{self.num_inputs}x{self.num_outputs}"
+        bias = "bias" if self.has_bias else "nobias"
+        parts = (shape, self.values, self.layout, f"{self.activation_bits}bit", bias)
+        return "-".join((*parts, f"slope_{self.negative_slope}"))
+
+
+@dataclass(frozen=True)
+class LinearInputs:
+    """The tensors of a case.
+
+    Attributes:
+        x: float32 [..., K].
+        levels: int8 weights [N, K].
+        scale: float32 [N], what a level stands for.
+        bias: float32 [N], or None.
+        negative_slope: float32 [1] or [N], or None.
+    """
+
+    x: Tensor
+    levels: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    negative_slope: Tensor | None
+
+
+def _grid() -> Iterator[LinearCase]:
+    rows, inputs, outputs = (0, 1, 2, 5, 17, 513), (1, 3, 64, 65, 130), (1, 15, 16, 17, 80)
+    for shape in itertools.product(rows, inputs, outputs):
+        yield LinearCase(*shape)
+    for shape in itertools.product((1, 5, 17), (7, 260), (17, 80)):
+        values: tuple[Values, ...]
+        values = ("extreme", "alternating", "zero", "tiny", "huge", "nonfinite", "loud")
+        for kind in values:
+            yield LinearCase(*shape, values=kind)
+        layouts: tuple[Layout, ...] = ("row_stride", "transposed", "three_dims")
+        for layout in layouts:
+            yield LinearCase(*shape, layout=layout)
+        slopes: tuple[Slope, ...] = ("one", "per_output")
+        for slope in slopes:
+            yield LinearCase(*shape, negative_slope=slope)
+            yield LinearCase(*shape, negative_slope=slope, has_bias=False, values="nonfinite")
+    # Large enough that several threads share it: by rows, and by outputs.
+    yield LinearCase(600, 192, 144, negative_slope="one")
+    yield LinearCase(1, 2048, 700)
+    # Longer than one block of inputs, and the longest sums the kernels take.
+    yield LinearCase(3, 8200, 33, values="extreme")
+    yield LinearCase(1, 65536, 2, values="extreme")
+    yield LinearCase(3, 0, 17)
+
+
+LINEAR_CASES: tuple[LinearCase, ...] = tuple(_grid())
+LINEAR_INT8_CASES: tuple[LinearCase, ...] = tuple(
+    LinearCase(**{**case.__dict__, "activation_bits": bits}) for case in _grid() for bits in (7, 8)
+)
+
+
+def make_linear_inputs(case: LinearCase) -> LinearInputs:
+    """Draw a case's tensors: the same ones every time."""
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weight = normal(case.num_outputs, case.num_inputs)
+    if case.values in {"extreme", "alternating"}:
+        weight = torch.full_like(weight, 0.5)
+        weight[1::2] = -0.5
+    levels, scale = quantize_linear_weight(weight)
+    x = _lay_out(_rows(case, normal(case.num_rows, case.num_inputs)), case.layout)
+    slope = {
+        "none": None,
+        "one": torch.zeros(1),
+        "per_output": torch.rand(case.num_outputs, generator=generator),
+    }[case.negative_slope]
+    return LinearInputs(
+        x, levels, scale, normal(case.num_outputs) if case.has_bias else None, slope
+    )
+
+
+def _rows(case: LinearCase, x: Tensor) -> Tensor:
+    if case.values == "extreme":
+        return torch.full_like(x, 3.0)
+    if case.values == "alternating":
+        x = torch.full_like(x, 3.0)
+        x[:, 1::2] = -3.0
+        return x
+    if case.values == "zero":
+        return torch.zeros_like(x)
+    if case.values == "tiny":
+        x = x * 1e-38
+        x[::3] = 1e-45
+        return x
+    if case.values == "huge":
+        return x.clamp(-1, 1) * 3.0e38
+    if case.values == "nonfinite":
+        x[0::4, 0] = torch.nan
+        x[1::4, -1] = torch.inf
+        x[2::4] = -torch.inf
+    if case.values == "loud":
+        x[::2] = 1e6
+    return x
+
+
+def _lay_out(x: Tensor, layout: Layout) -> Tensor:
+    if layout == "row_stride":
+        wide = torch.full((x.shape[0], x.shape[1] + 3), 1e9)
+        wide[:, 1 : 1 + x.shape[1]] = x
+        return wide[:, 1 : 1 + x.shape[1]]
+    if layout == "transposed":
+        return x.T.contiguous().T
+    if layout == "three_dims":
+        return torch.stack([x, x.flip(0)])
+    return x
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a kernel's result lies from its reference.
+
+    Attributes:
+        same_bits: every number has the reference's bits, and NaN stands where it stands there.
+        largest_error: the largest absolute difference where both are finite; 0 without numbers.
+        excess: the largest of difference minus allowance; above 0 the kernel fails.
+    """
+
+    same_bits: bool
+    largest_error: float
+    excess: float
+
+
+def compare(result: Tensor, expected: Tensor, allowance: Tensor) -> Agreement:
+    """Compare a result with its reference.
+
+    Shapes: all three alike; `allowance` is the absolute error allowed of each number.
+    """
+    same_bits = _bits(result) == _bits(expected)
+    same_kind = (result.isnan() == expected.isnan()) & (result.isinf() == expected.isinf())
+    infinite = expected.isinf()
+    agree = bool(same_kind.all()) and torch.equal(result[infinite], expected[infinite])
+    finite = torch.isfinite(expected) & torch.isfinite(result)
+    error = (result[finite].to(torch.float64) - expected[finite].to(torch.float64)).abs()
+    if not error.numel():
+        return Agreement(same_bits, 0.0, 0.0 if agree else torch.inf)
+    excess = float((error - allowance[finite]).max()) if agree else torch.inf
+    return Agreement(same_bits, float(error.max()), excess)
+
+
+def _bits(values: Tensor) -> list[int]:
+    # Any NaN is as good as another; -0.0 and 0.0 are not the same.
+    plain = torch.where(values.isnan(), torch.full_like(values, torch.nan), values)
+    bits: list[int] = plain.contiguous().view(torch.int32).flatten().tolist()
+    return bits

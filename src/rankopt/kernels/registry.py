@@ -1,0 +1,121 @@
+"""The kernels: each with its reference and the grid on which the two must agree.
+
+Adding a kernel is one entry here; the tests run over the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankopt.kernels import ops, reference
+from rankopt.kernels.packing import pack_linear_int8
+from rankopt.kernels.parity import (
+    LINEAR_CASES,
+    LINEAR_INT8_CASES,
+    Agreement,
+    LinearCase,
+    compare,
+    make_linear_inputs,
+)
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator of the library.
+
+    Attributes:
+        name: the operator's name under `torch.ops.rankopt`.
+        reference: computes the same from the same arguments in plain PyTorch.
+        cases: the parity grid.
+        arguments: draws the arguments of a case.
+        allowance: the absolute error allowed of each number, from a case's arguments and the
+            reference's result; None where the bits must be the reference's.
+        isas: whether `RANKOPT_ISA` chooses among implementations of it.
+    """
+
+    name: str
+    reference: Callable[..., Tensor]
+    cases: tuple[LinearCase, ...]
+    arguments: Callable[[LinearCase], Arguments]
+    allowance: Callable[[Arguments, Tensor], Tensor] | None
+    isas: bool
+
+    def __call__(self, *arguments: object) -> Tensor:
+        """Run the operator."""
+        ops.load_kernels()
+        result: Tensor = getattr(torch.ops.rankopt, self.name)(*arguments)
+        return result
+
+    def check(self, case: LinearCase) -> Agreement:
+        """Run a case on the operator and on the reference, with the instruction set in use."""
+        arguments = self.arguments(case)
+        expected = self.reference(*arguments)
+        if self.allowance is None:
+            allowance = torch.zeros_like(expected)
+        else:
+            allowance = self.allowance(arguments, expected)
+        return compare(self(*arguments), expected, allowance)
+
+
+def _linear_int8_arguments(case: LinearCase) -> Arguments:
+    given = make_linear_inputs(case)
+    packed = pack_linear_int8(given.levels)
+    return (
+        given.x,
+        packed,
+        given.scale,
+        given.bias,
+        given.negative_slope,
+        case.num_outputs,
+        case.activation_bits,
+    )
+
+
+def _linear_fbgemm_arguments(case: LinearCase) -> Arguments:
+    given = make_linear_inputs(case)
+    handle = torch.zeros(1, dtype=torch.int64)
+    return given.x, given.levels, given.scale, given.bias, handle
+
+
+def _linear_fbgemm_allowance(arguments: Arguments, expected: Tensor) -> Tensor:
+    # fbgemm rounds x / peak * 63 through its own inverse of 1/63: a value half-way between two
+    # levels may fall to either side. Two such values a row, and float32 rounding.
+    x, levels, scale = arguments[:3]
+    peak = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+    largest = levels.abs().amax(dim=1) if levels.shape[1] else scale.new_zeros(scale.shape)
+    one_level = peak.to(torch.float64) / 63.0 * largest.to(torch.float64) * scale
+    return 2.0 * one_level + 1e-5 * expected.abs()
+
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            name="linear_int8",
+            reference=reference.linear_int8,
+            cases=LINEAR_INT8_CASES,
+            arguments=_linear_int8_arguments,
+            allowance=None,
+            isas=True,
+        ),
+        Kernel(
+            name="linear_fbgemm",
+            reference=reference.linear_fbgemm,
+            cases=tuple(
+                case
+                for case in LINEAR_CASES
+                if case.negative_slope == "none" and case.num_inputs > 0
+            ),
+            arguments=_linear_fbgemm_arguments,
+            allowance=_linear_fbgemm_allowance,
+            isas=False,
+        ),
+    )
+}

@@ -1,0 +1,285 @@
+"""The model card: where a module comes from, what goes in, what comes out.
+
+A card is the one file a user writes about their own model. It names code (the factory), so it is
+trusted the way a script is; a recipe never does.
+
+Shapes in this module: B batch (candidates), L ids of all rows together, F features of a
+KeyedJaggedTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rankopt.errors import CardError, Problem
+from rankopt.problems import problems_of_validation
+from rankopt.train.settings import TrainSettings
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Input(_Strict):
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    argument: str | None = None
+    """The parameter of the module's `forward` that takes it; the input's own name when None."""
+    request_level: bool = False
+    """True when all candidates of one request share the value (user and context features)."""
+
+    @property
+    def parameter(self) -> str:
+        return self.argument or self.name
+
+
+class DenseInput(_Input):
+    """Real numbers, one per column: `name` float32 [B, len(columns)]."""
+
+    kind: Literal["dense"]
+    columns: tuple[str, ...] = Field(min_length=1)
+    fill: float | None = None
+    """Stands in for a missing value; without it a missing value is an error."""
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        return self.columns
+
+
+class IdsInput(_Input):
+    """One id per column and row: `name` [B] for a single column, else [B, len(columns)]."""
+
+    kind: Literal["ids"]
+    columns: tuple[str, ...] = Field(min_length=1)
+    num_ids: int | tuple[int, ...]
+    """Ids lie in [0, num_ids); one figure for all columns, or one each."""
+    dtype: Literal["int64", "int32"] = "int64"
+    keep_width: bool = False
+    """True keeps [B, 1] for a single column."""
+
+    @model_validator(mode="after")
+    def _one_range_per_column(self) -> IdsInput:
+        if isinstance(self.num_ids, tuple) and len(self.num_ids) != len(self.columns):
+            raise ValueError(
+                f"num_ids must be one number or one per column ({len(self.columns)}); "
+                f"got {len(self.num_ids)}"
+            )
+        return self
+
+    @property
+    def ranges(self) -> tuple[int, ...]:
+        if isinstance(self.num_ids, tuple):
+            return self.num_ids
+        return (self.num_ids,) * len(self.columns)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        return self.columns
+
+
+class RaggedIdsInput(_Input):
+    """A list of ids per row: `name.values` [L] with `name.lengths` [B], weights [L] beside."""
+
+    kind: Literal["ragged_ids"]
+    column: str
+    num_ids: int = Field(gt=0)
+    max_length: int = Field(gt=0)
+    """Longer lists keep their last `max_length` ids (the most recent of a history)."""
+    weights_column: str | None = None
+    dtype: Literal["int64", "int32"] = "int64"
+    layout: Literal["values_lengths", "values_offsets", "padded"] = "values_lengths"
+    """How `forward` takes it: parameters `<p>_values` and `<p>_lengths` (or `<p>_offsets`,
+    B + 1 of them), or one `<p>` [B, max_length] padded at the end with `padding_id`.
+    A weighted input adds `<p>_weights`."""
+    padding_id: int = 0
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        names = (f"{self.name}.values", f"{self.name}.lengths")
+        return (*names, f"{self.name}.weights") if self.weights_column else names
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        return (self.column, self.weights_column) if self.weights_column else (self.column,)
+
+
+class KjtFeature(_Strict):
+    """One key of a KeyedJaggedTensor."""
+
+    key: str
+    column: str
+    num_ids: int = Field(gt=0)
+    max_length: int = Field(default=1, gt=0)
+    weights_column: str | None = None
+
+
+class KjtInput(_Input):
+    """Several id features as one torchrec KeyedJaggedTensor.
+
+    Tensors: `name.values` [L], `name.lengths` [F * B] (feature-major), weights [L] beside.
+    """
+
+    kind: Literal["kjt"]
+    features: tuple[KjtFeature, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _weights_for_all_or_none(self) -> KjtInput:
+        weighted = [feature.key for feature in self.features if feature.weights_column]
+        if weighted and len(weighted) != len(self.features):
+            raise ValueError(
+                f"weights_column must be given for every feature or for none; got {weighted}"
+            )
+        return self
+
+    @property
+    def weighted(self) -> bool:
+        return self.features[0].weights_column is not None
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        names = (f"{self.name}.values", f"{self.name}.lengths")
+        return (*names, f"{self.name}.weights") if self.weighted else names
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        columns = [feature.column for feature in self.features]
+        columns += [f.weights_column for f in self.features if f.weights_column]
+        return tuple(columns)
+
+
+Input = Annotated[DenseInput | IdsInput | RaggedIdsInput | KjtInput, Field(discriminator="kind")]
+
+
+class Output(_Strict):
+    """One score per row.
+
+    `index` picks it from what the module returns: a key of a dict, a position of a tuple, a
+    column of a [B, tasks] tensor; None when the module returns just this score.
+    """
+
+    name: str = Field(default="score", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    activation: Literal["logit", "probability"] = "logit"
+    label: str
+    index: int | str | None = None
+
+
+class DataSpec(_Strict):
+    """Where the labelled rows are.
+
+    `files` reads `train`, `validation` and `test` (paths relative to the card); `movielens` and
+    `synthetic` are made at run time from `options`.
+    """
+
+    source: Literal["files", "movielens", "synthetic"] = "files"
+    format: Literal["parquet", "csv", "criteo"] | None = None
+    """None goes by the file's suffix."""
+    train: str | None = None
+    validation: str | None = None
+    test: str | None = None
+    request_key: str | None = None
+    """The column whose rows belong to one request or user: the unit of the statistics."""
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class ModelCard(_Strict):
+    """A ranking model as rankopt sees it.
+
+    Example:
+        ```yaml
+        name: din-movielens
+        factory: rankopt.models.din:DIN
+        config: {num_users: 944, num_items: 1683, embedding_dim: 64}
+        inputs:
+          - {name: user, kind: ids, columns: [user_id], num_ids: 944, request_level: true}
+          - {name: history, kind: ragged_ids, column: history, num_ids: 1683, max_length: 50}
+        outputs:
+          - {name: click, activation: logit, label: label}
+        data: {source: movielens, request_key: user_id}
+        ```
+    """
+
+    name: str
+    factory: str = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_.]*$")
+    """`file.py:function` (relative to the card) or `package.module:function`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    inputs: tuple[Input, ...] = Field(min_length=1)
+    call: Literal["keywords", "dict"] = "keywords"
+    """`forward(**inputs)` or `forward({name: tensor})`."""
+    outputs: tuple[Output, ...] = Field(min_length=1)
+    checkpoint: str | None = None
+    """Relative to the card; `--checkpoint` overrides it."""
+    data: DataSpec = Field(default_factory=DataSpec)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    """What `rankopt train` uses where no flag says otherwise."""
+    path: Path | None = Field(default=None, exclude=True)
+    """The file it was read from; None for a card made in Python."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> ModelCard:
+        for kind, names in (
+            ("inputs", [item.name for item in self.inputs]),
+            ("outputs", [item.name for item in self.outputs]),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"{kind} must have different names; {twice} stand twice")
+        return self
+
+    @property
+    def where(self) -> str:
+        return str(self.path) if self.path else f"card {self.name!r}"
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent if self.path else Path.cwd()
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the flat input tensors, in the order every arm takes them."""
+        return tuple(name for item in self.inputs for name in item.tensor_names)
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        """Columns that scoring needs; labels and the request key come on top."""
+        seen = dict.fromkeys(column for item in self.inputs for column in item.data_columns)
+        return tuple(seen)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(output.label for output in self.outputs))
+
+
+def load_card(path: str | Path) -> ModelCard:
+    """Read a model card.
+
+    Raises:
+        CardError: the file is missing, is not YAML, or breaks the schema; every problem is listed.
+    """
+    from rankopt.content import find  # the finder reads the installed wheel; keep import light
+
+    file = find("models", path, error=CardError)
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CardError(f"{file}: is not readable YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise CardError(problems=[Problem(str(file), "must be a mapping", type(raw).__name__)])
+    try:
+        card = ModelCard.model_validate(raw)
+    except ValidationError as error:
+        problems: Sequence[Problem] = problems_of_validation(str(file), error, ModelCard)
+        raise CardError(problems=problems) from error
+    return card.model_copy(update={"path": file.resolve()})

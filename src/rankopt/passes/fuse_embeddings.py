@@ -1,0 +1,77 @@
+"""fuse_embeddings: many lookups become few table-batched ones."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch.fx import GraphModule
+
+from rankopt.bundle import ModelBundle
+from rankopt.passes.base import Pass, PassContext, Purpose
+from rankopt.passes.graph import Lookup, find_lookups
+from rankopt.passes.table_batched import emit_group, group_lookups, without_chained
+from rankopt.selectors import Rule, resolve
+from rankopt.tables import TableBatch
+
+
+class FuseEmbeddings(Pass):
+    """Replace the lookups of nn.Embedding, nn.EmbeddingBag and EmbeddingBagCollection by few calls.
+
+    Pooled lookups, weighted or not, and single rows become bags of one call per batch size and
+    pooling; sequences become one call per width. Rows stay fp32 here.
+
+    Example:
+        ```yaml
+        - fuse_embeddings: {forms: [bag, single]}
+        ```
+    """
+
+    kind: ClassVar[str] = "fuse_embeddings"
+    purpose: ClassVar[Purpose] = "latency"
+    forbids: ClassVar[frozenset[str]] = frozenset({"artifact", "quantized_embeddings"})
+    provides: ClassVar[frozenset[str]] = frozenset({"fused_embeddings"})
+
+    forms: tuple[Literal["bag", "single", "sequence"], ...] = ("bag", "single", "sequence")
+    """Which kinds of lookup to fuse."""
+    rules: tuple[Rule[bool], ...] = ()
+    """`use: false` leaves a table alone."""
+
+    def apply(self, bundle: ModelBundle, context: PassContext) -> ModelBundle:
+        """Fuse what can be fused; say what cannot."""
+        batches: dict[str, TableBatch] = dict(bundle.batches)
+        changed = False
+
+        def rewrite(module: GraphModule) -> None:
+            nonlocal changed
+            chosen = self._choose(find_lookups(module), context)
+            for group in group_lookups(chosen):
+                if len(group.lookups) < 2 and group.lookups[0].form != "bag":
+                    context.note(f"{group.lookups[0].table}: a lone lookup has nothing to join")
+                    continue
+                dtypes = dict.fromkeys((lookup.table for lookup in group.lookups), "fp32")
+                name, batch = emit_group(module, group, dtypes)  # type: ignore[arg-type]
+                batches[name] = batch
+                changed = True
+
+        fused = bundle.edit(
+            rewrite, batches=batches, provided=bundle.provided | self.provides
+        )
+        return fused if changed else bundle
+
+    def _choose(self, lookups: list[Lookup], context: PassContext) -> list[Lookup]:
+        names = list(dict.fromkeys(lookup.table for lookup in lookups))
+        wanted = resolve(
+            names, self.rules, True, where="fuse_embeddings.rules", noun="table"
+        )
+        chosen = []
+        for lookup in lookups:
+            if not wanted[lookup.table] or lookup.form not in self.forms:
+                continue
+            if lookup.refusal:
+                context.note(f"{lookup.table}: left alone, {lookup.refusal}")
+                continue
+            chosen.append(lookup)
+        free, chained = without_chained(chosen)
+        for lookup in chained:
+            context.note(f"{lookup.table}: left alone, its ids depend on rows of another table")
+        return free

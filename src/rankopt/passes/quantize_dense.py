@@ -1,0 +1,175 @@
+"""quantize_dense: linear layers in int8, with one activation scale per row."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from rankopt.bundle import ModelBundle
+from rankopt.environment import Environment
+from rankopt.errors import Problem
+from rankopt.kernels.build import load_kernels
+from rankopt.kernels.packing import pack_linear_int8, quantize_linear_weight
+from rankopt.models.card import ModelCard
+from rankopt.passes import dense_torchao
+from rankopt.passes.base import Pass, PassContext, Purpose
+from rankopt.passes.graph import Linear, add_constant, constant, find_linears
+from rankopt.selectors import Rule, resolve
+
+Backend = Literal["native", "fbgemm", "torchao"]
+
+
+class QuantizeDense(Pass):
+    """Run linear layers on int8 weights.
+
+    Activations are quantised row by row, never by one scale for the batch, so a row's score does
+    not depend on its neighbours. Layers that are too small to gain stay in fp32.
+
+    `native` is rankopt's own kernel: scaling, bias and ReLU/PReLU in one call, weights stored as
+    the kernel reads them. `fbgemm` goes through torch's fbgemm with weights packed when the
+    artifact is loaded. `torchao` applies one of its configurations and unwraps it before export.
+
+    Example:
+        ```yaml
+        - quantize_dense:
+            backend: native
+            rules:
+              - {select: "top.4", use: false}
+        ```
+    """
+
+    kind: ClassVar[str] = "quantize_dense"
+    purpose: ClassVar[Purpose] = "latency"
+    forbids: ClassVar[frozenset[str]] = frozenset({"artifact", "low_precision_dense"})
+    provides: ClassVar[frozenset[str]] = frozenset({"low_precision_dense"})
+
+    backend: Backend = "native"
+    torchao: dense_torchao.Configuration = "int8_dynamic"
+    """Which of torchao's configurations; read by that backend alone."""
+    activation_bits: Literal["auto", 7, 8] = "auto"
+    """8 where the CPU multiplies bytes without saturating (VNNI), else 7: see `kernels`."""
+    min_inputs: int = Field(default=16, ge=1)
+    min_outputs: int = Field(default=1, ge=1)
+    """Narrower layers stay in fp32."""
+    rules: tuple[Rule[bool], ...] = ()
+    """`use: false` keeps a layer in fp32."""
+
+    def check(self, environment: Environment, card: ModelCard | None) -> list[Problem]:
+        """List what rules the backend out on this machine."""
+        if self.backend == "torchao":
+            return dense_torchao.check(self.torchao, environment)
+        return []
+
+    def apply(self, bundle: ModelBundle, context: PassContext) -> ModelBundle:
+        """Replace every selected linear."""
+        load_kernels()
+        changed: list[str] = []
+        bits = self._bits(context.environment)
+
+        def rewrite(module: GraphModule) -> None:
+            chosen = self._choose(find_linears(module), context)
+            if self.backend == "torchao":
+                changed.extend(dense_torchao.replace(module, chosen, self.torchao, context))
+                return
+            for linear in chosen:
+                if self.backend == "native":
+                    replace_native(module, linear, bits)
+                else:
+                    _replace_fbgemm(module, linear)
+                changed.append(linear.layer)
+
+        quantised = bundle.edit(rewrite, provided=bundle.provided | self.provides)
+        return quantised if changed else bundle
+
+    def _bits(self, environment: Environment) -> int:
+        if self.activation_bits != "auto":
+            return self.activation_bits
+        # Without VNNI the fast byte product adds pairs in 16 bits: 8-bit operands could saturate.
+        return 8 if {"avx512_vnni", "avx_vnni"} & set(environment.isa) else 7
+
+    def _choose(self, linears: list[Linear], context: PassContext) -> list[Linear]:
+        names = list(dict.fromkeys(linear.layer for linear in linears))
+        wanted = resolve(names, self.rules, True, where="quantize_dense.rules", noun="layer")
+        chosen = []
+        for linear in linears:
+            outputs, inputs = linear.weight.shape
+            if not wanted[linear.layer]:
+                context.note(f"{linear.layer}: kept in fp32 by the recipe")
+            elif inputs < self.min_inputs or outputs < self.min_outputs:
+                context.note(f"{linear.layer}: {inputs} x {outputs} is too small to gain")
+            elif not bool(torch.isfinite(linear.weight).all()):
+                context.note(f"{linear.layer}: its weights are not all finite")
+            else:
+                chosen.append(linear)
+        return chosen
+
+
+def replace_native(module: GraphModule, linear: Linear, bits: int) -> None:
+    """Put `rankopt::linear_int8` in a linear's place, its activation in the epilogue."""
+    levels, scale = quantize_linear_weight(linear.weight)
+    graph = module.graph
+    with graph.inserting_before(linear.node):
+        new = graph.call_function(
+            torch.ops.rankopt.linear_int8.default,
+            (
+                linear.node.args[0],
+                _constant_node(module, linear, "int8", pack_linear_int8(levels)),
+                _constant_node(module, linear, "scale", scale),
+                linear.node.args[2] if linear.bias is not None else None,
+                _slope_node(module, linear),
+                linear.weight.shape[0],
+                bits,
+            ),
+        )
+    linear.last.replace_all_uses_with(new)
+
+
+def _replace_fbgemm(module: GraphModule, linear: Linear) -> None:
+    levels, scale = quantize_linear_weight(linear.weight)
+    graph = module.graph
+    with graph.inserting_before(linear.node):
+        arguments: tuple[Any, ...] = (
+            linear.node.args[0],
+            _constant_node(module, linear, "int8", levels),
+            _constant_node(module, linear, "scale", scale),
+            linear.node.args[2] if linear.bias is not None else None,
+            # Zero: not packed yet. The loader writes the handle of what it packed and owns.
+            _constant_node(module, linear, FBGEMM_HANDLE, torch.zeros(1, dtype=torch.int64)),
+        )
+        new = graph.call_function(torch.ops.rankopt.linear_fbgemm.default, arguments)
+    linear.node.replace_all_uses_with(new)
+
+
+FBGEMM_HANDLE = "fbgemm_handle"
+"""Ending of the constants in which a loaded artifact keeps what it packed for fbgemm."""
+
+
+def fbgemm_layers(module: GraphModule) -> dict[str, tuple[str, str]]:
+    """Map each handle constant of a graph to its weight's and scale's constants."""
+    found = {}
+    for node in module.graph.find_nodes(
+        op="call_function", target=torch.ops.rankopt.linear_fbgemm.default
+    ):
+        weight, scale, handle = (str(node.args[index].target) for index in (1, 2, 4))
+        found[handle] = (weight, scale)
+    return found
+
+
+def _constant_node(module: GraphModule, linear: Linear, suffix: str, value: Tensor) -> Node:
+    name = add_constant(module, f"{linear.layer}_{suffix}", value.contiguous())
+    return module.graph.get_attr(name)
+
+
+def _slope_node(module: GraphModule, linear: Linear) -> Node | None:
+    if linear.slope is None:
+        return None
+    if isinstance(linear.slope, str):
+        node = module.graph.get_attr(linear.slope)
+        if constant(module, node) is None:
+            raise ValueError(f"{linear.slope} is no constant of this graph")
+        return node
+    return _constant_node(module, linear, "slope", torch.tensor([linear.slope]))

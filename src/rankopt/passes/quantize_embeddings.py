@@ -1,0 +1,236 @@
+"""quantize_embeddings: tables in fp16, int8, int4 or int2, straight from their float rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from rankopt.bundle import ModelBundle
+from rankopt.errors import SelectorError
+from rankopt.passes.base import Pass, PassContext, Purpose
+from rankopt.passes.graph import Lookup, add_constant, aten, constant, find_lookups
+from rankopt.passes.table_batched import LOOKUP, emit_group, group_lookups, without_chained
+from rankopt.selectors import Rule, resolve
+from rankopt.tables import (
+    BITS,
+    SCALE_BIAS_BYTES,
+    TYPE_CODES,
+    TableBatch,
+    TableDtype,
+    pack_batch,
+    pack_rows,
+    refusal,
+    table_weight,
+)
+
+FINER: dict[TableDtype, TableDtype] = {"int2": "int4", "int4": "int8", "int8": "fp16", "fp16": "fp32"}
+
+
+class QuantizeEmbeddings(Pass):
+    """Store embedding tables in fewer bits, row by row (one scale and bias per row, in fp16).
+
+    Pooled lookups become fbgemm's table-batched call, which reads mixed types; other lookups gather
+    packed rows and unpack them in place, which the compiler fuses with whatever reads them. A table
+    that would not get smaller, or whose width does not fit the packing, stays finer and says so.
+
+    Example:
+        ```yaml
+        - quantize_embeddings:
+            dtype: int8
+            rules:
+              - {select: "first_order.*", use: fp32}
+              - {select: "user", use: int4}
+        ```
+    """
+
+    kind: ClassVar[str] = "quantize_embeddings"
+    purpose: ClassVar[Purpose] = "bytes"
+    forbids: ClassVar[frozenset[str]] = frozenset({"artifact", "quantized_embeddings"})
+    provides: ClassVar[frozenset[str]] = frozenset({"quantized_embeddings"})
+
+    dtype: Literal["fp16", "int8", "int4", "int2"] = "int8"
+    """For tables that no rule selects."""
+    rules: tuple[Rule[TableDtype], ...] = ()
+    min_rows: int = Field(default=2, ge=1)
+    """Smaller tables stay as they are: nothing to gain."""
+
+    def apply(self, bundle: ModelBundle, context: PassContext) -> ModelBundle:
+        """Quantise every selected table."""
+        batches: dict[str, TableBatch] = dict(bundle.batches)
+        changed: list[str] = []
+
+        def rewrite(module: GraphModule) -> None:
+            lookups = find_lookups(module)
+            weights = {lookup.table: lookup.weight for lookup in lookups}
+            fused = _fused_tables(module, bundle.batches)
+            shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+            shapes |= {slot.name: (slot.num_rows, slot.dim) for slot, _ in fused.values()}
+            dtypes = self._dtypes(shapes, lookups, context)
+            changed.extend(name for name, dtype in dtypes.items() if dtype != "fp32")
+            for name in {owner for _, owner in fused.values()}:
+                batches[name] = _requantise(module, name, bundle.batches[name], dtypes)
+            _quantise_lookups(module, lookups, dtypes, batches, context)
+
+        quantised = bundle.edit(
+            rewrite, batches=batches, provided=bundle.provided | self.provides
+        )
+        return quantised if changed else bundle
+
+    def _dtypes(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        lookups: list[Lookup],
+        context: PassContext,
+    ) -> dict[str, TableDtype]:
+        if not shapes:
+            if self.rules:
+                raise SelectorError("quantize_embeddings.rules: the model has no embedding table.")
+            return {}
+        default: TableDtype = self.dtype
+        wanted = resolve(
+            list(shapes), self.rules, default, where="quantize_embeddings.rules", noun="table"
+        )
+        refused = {lookup.table: lookup.refusal for lookup in lookups if lookup.refusal}
+        dtypes: dict[str, TableDtype] = {}
+        for name, (num_rows, dim) in shapes.items():
+            if name in refused:
+                context.note(f"{name}: left alone, {refused[name]}")
+                dtypes[name] = "fp32"
+            elif num_rows < self.min_rows:
+                context.note(f"{name}: left alone, it has only {num_rows} rows")
+                dtypes[name] = "fp32"
+            else:
+                dtypes[name] = fitting(name, dim, wanted[name], context)
+        return dtypes
+
+
+def fitting(name: str, dim: int, dtype: TableDtype, context: PassContext) -> TableDtype:
+    """Return the nearest type, from `dtype` to finer ones, that a row of width `dim` can take."""
+    while dtype != "fp32":
+        reason = refusal(dim, dtype)
+        if reason is None:
+            return dtype
+        context.note(f"{name}: stays finer than {dtype}, since {reason}")
+        dtype = FINER[dtype]
+    return dtype
+
+
+def _fused_tables(
+    module: GraphModule, batches: Mapping[str, TableBatch]
+) -> dict[str, tuple[object, str]]:
+    """Tables that already lie in a table batch of this graph, with the batch's name."""
+    found: dict[str, tuple[object, str]] = {}
+    for node in module.graph.find_nodes(op="call_function", target=LOOKUP):
+        name = str(node.args[0].target)
+        for slot in batches[name].slots:
+            found[slot.name] = (slot, name)
+    return found
+
+
+def _requantise(
+    module: GraphModule, name: str, batch: TableBatch, dtypes: Mapping[str, TableDtype]
+) -> TableBatch:
+    """Pack the tables of an existing call again and point the call at the new rows."""
+    for node in module.graph.find_nodes(op="call_function", target=LOOKUP):
+        if str(node.args[0].target) != name:
+            continue
+        storage = constant(module, node.args[0])
+        if storage is None:
+            raise ValueError(f"{name} is no constant of this graph")
+        names = [slot.name for slot in batch.slots]
+        weights = [table_weight(batch, storage, table) for table in names]
+        packed, rows = pack_batch(names, weights, [dtypes[table] for table in names])
+        _point_call_at(module, node, batch, packed, rows)
+        return packed
+    raise ValueError(f"no lookup reads {name}")
+
+
+def _point_call_at(
+    module: GraphModule, node: Node, before: TableBatch, after: TableBatch, rows: Tensor
+) -> None:
+    starts = constant(module, node.args[3])
+    if starts is None:
+        raise ValueError("the lookup's table offsets are no constant")
+    by_offset = {slot.offset: slot.name for slot in before.slots}
+    used = [after.slot(by_offset[int(start)]) for start in starts]
+    setattr(module, str(node.args[0].target), rows)
+    setattr(module, str(node.args[3].target), torch.tensor([slot.offset for slot in used]))
+    codes = torch.tensor([TYPE_CODES[slot.dtype] for slot in used], dtype=torch.uint8)
+    setattr(module, str(node.args[4].target), codes)
+    for position, dtype in ((7, "int2"), (8, "int4"), (9, "int8"), (10, "fp16"), (11, "fp32")):
+        widest = max((slot.dim for slot in used if slot.dtype == dtype), default=0)
+        node.update_arg(position, widest)
+
+
+def _quantise_lookups(
+    module: GraphModule,
+    lookups: list[Lookup],
+    dtypes: Mapping[str, TableDtype],
+    batches: dict[str, TableBatch],
+    context: PassContext,
+) -> None:
+    movable = [lk for lk in lookups if lk.refusal is None and dtypes[lk.table] != "fp32"]
+    bags, chained = without_chained([lookup for lookup in movable if lookup.form == "bag"])
+    for lookup in chained:
+        context.note(f"{lookup.table}: left alone, its ids depend on rows of another table")
+    for group in group_lookups(bags):
+        name, batch = emit_group(module, group, dtypes)
+        batches[name] = batch
+    packed: dict[str, tuple[str, str]] = {}
+    for lookup in movable:
+        if lookup.form != "bag":
+            _gather_packed(module, lookup, dtypes[lookup.table], packed)
+
+
+def _gather_packed(
+    module: GraphModule, lookup: Lookup, dtype: TableDtype, packed: dict[str, tuple[str, str]]
+) -> None:
+    """Replace `embedding(weight, ids)` by a gather of packed rows and the arithmetic to unpack."""
+    graph = module.graph
+    if lookup.table not in packed:
+        packed[lookup.table] = _packed_constants(module, lookup, dtype)
+    values_name, head_name = packed[lookup.table]
+    with graph.inserting_before(lookup.operator):
+        ids = lookup.indices
+        rows = graph.call_function(aten.embedding.default, (graph.get_attr(values_name), ids))
+        if dtype == "fp16":
+            result = graph.call_function(aten.to.dtype, (rows, torch.float32))
+        else:
+            head = graph.call_function(aten.embedding.default, (graph.get_attr(head_name), ids))
+            result = _unpack(graph, rows, head, BITS[dtype])
+    lookup.node.replace_all_uses_with(result)
+
+
+def _packed_constants(module: GraphModule, lookup: Lookup, dtype: TableDtype) -> tuple[str, str]:
+    rows = pack_rows(lookup.weight, dtype)
+    if dtype == "fp16":
+        return add_constant(module, f"{lookup.table}_fp16", rows.view(torch.float16)), ""
+    values = rows[:, SCALE_BIAS_BYTES:].contiguous()
+    head = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16)
+    return (
+        add_constant(module, f"{lookup.table}_{dtype}", values),
+        add_constant(module, f"{lookup.table}_{dtype}_scale_bias", head),
+    )
+
+
+def _unpack(graph: torch.fx.Graph, rows: Node, head: Node, bits: int) -> Node:
+    values = rows
+    if bits < 8:
+        mask = 2**bits - 1
+        parts = []
+        for shift in range(0, 8, bits):
+            part = graph.call_function(aten.bitwise_right_shift.Tensor_Scalar, (rows, shift))
+            parts.append(graph.call_function(aten.bitwise_and.Scalar, (part, mask)))
+        stacked = graph.call_function(aten.stack.default, (parts, -1))
+        values = graph.call_function(aten.flatten.using_ints, (stacked, -2, -1))
+    values = graph.call_function(aten.to.dtype, (values, torch.float32))
+    head = graph.call_function(aten.to.dtype, (head, torch.float32))
+    scale = graph.call_function(aten.slice.Tensor, (head, -1, 0, 1))
+    bias = graph.call_function(aten.slice.Tensor, (head, -1, 1, 2))
+    scaled = graph.call_function(aten.mul.Tensor, (values, scale))
+    return graph.call_function(aten.add.Tensor, (scaled, bias))

@@ -1,0 +1,54 @@
+"""Turn pydantic's validation errors into the one-line form every rankopt error has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from rankopt.errors import Problem, nearest
+
+
+def location(parts: tuple[int | str, ...]) -> str:
+    """Join a pydantic location: ('inputs', 0, 'dtype') reads `inputs[0].dtype`."""
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def problems_of_validation(
+    where: str, error: ValidationError, model: type[BaseModel], prefix: str = ""
+) -> list[Problem]:
+    """List every validation error as a `Problem`, unknown keys with their nearest names.
+
+    Args:
+        where: the file read.
+        error: what pydantic raised.
+        model: the schema, for the names it allows.
+        prefix: where in the file `model` stands, such as `passes[0].quantize_dense`.
+    """
+    problems = []
+    for item in error.errors(include_url=False):
+        path = location(item["loc"])
+        full = ".".join(piece for piece in (prefix, path) if piece)
+        problems.append(_problem(f"{where}: {full}" if full else where, item, model))
+    return problems
+
+
+def _problem(where: str, item: Any, model: type[BaseModel]) -> Problem:
+    kind, context = item["type"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        allowed = model.model_fields if len(item["loc"]) == 1 else ()
+        hint = nearest(str(item["loc"][-1]), allowed) if allowed else "Check the spelling."
+        return Problem(where, "is not a known key", hint=hint)
+    if kind == "missing":
+        return Problem(where, "is required")
+    if kind in {"literal_error", "enum"}:
+        return Problem(where, f"must be one of {context['expected']}", item["input"])
+    if kind in {"union_tag_invalid", "union_tag_not_found"}:
+        expected = context.get("expected_tags", "a known kind")
+        return Problem(where, f"kind must be one of {expected}", context.get("tag"))
+    if kind == "value_error":
+        return Problem(where, str(context["error"]))
+    return Problem(where, item["msg"].lower(), item["input"])

@@ -1,0 +1,1 @@
+"""Ranking quality: metrics of one arm, and paired comparison of two."""

@@ -1,0 +1,191 @@
+"""Recipes: an ordered list of passes, the objective, and the gates a candidate must meet.
+
+Reading a recipe finds all its problems at once and does no torch work: unknown keys, wrong types,
+passes in an order that cannot work, passes this machine or this card rules out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
+
+from rankopt.environment import Environment
+from rankopt.errors import Problem, RecipeError, nearest
+from rankopt.models.card import ModelCard
+from rankopt.passes.base import Pass
+from rankopt.problems import problems_of_validation
+from rankopt.registry import pass_class, pass_kinds
+from rankopt.review.gates import Gates
+
+Objective = Literal["latency", "bytes", "cost"]
+
+
+class Recipe(BaseModel):
+    """What to do to a model, and what must hold afterwards.
+
+    Example:
+        ```yaml
+        name: serve-int8
+        summary: int8 tables and dense layers, one AOTInductor package
+        objective: latency
+        batch_sizes: [1, 512]
+        passes:
+          - quantize_embeddings: {dtype: int8}
+          - quantize_dense: {}
+          - export_aoti: {}
+        gates:
+          quality: {ne: 0.1%}
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    summary: str = ""
+    objective: Objective = "latency"
+    batch_sizes: tuple[int, ...] = Field(default=(1, 512), min_length=1)
+    """Where keep-or-drop decisions are measured; the objective is their geometric mean."""
+    passes: tuple[SerializeAsAny[Pass], ...] = Field(min_length=1)
+    gates: Gates = Field(default_factory=Gates)
+    path: Path | None = Field(default=None, exclude=True)
+
+    @property
+    def where(self) -> str:
+        return str(self.path) if self.path else f"recipe {self.name!r}"
+
+    def check(self, environment: Environment, card: ModelCard | None = None) -> list[Problem]:
+        """List everything that rules the recipe out here, in order, without torch work."""
+        problems = []
+        provided: set[str] = set()
+        for index, step in enumerate(self.passes):
+            where = f"{self.where}: passes[{index}].{step.kind}"
+            missing = sorted(step.requires - provided)
+            if missing:
+                problems.append(
+                    Problem(where, f"needs {', '.join(missing)} from an earlier pass", hint=_order(missing))
+                )
+            clash = sorted(step.forbids & provided)
+            if clash:
+                problems.append(
+                    Problem(
+                        where,
+                        f"must stand before the pass that provides {', '.join(clash)}",
+                        hint="Move it up in the list.",
+                    )
+                )
+            provided |= step.provides
+            for problem in step.check(environment, card):
+                suffix = f".{problem.where}" if problem.where else ""
+                problems.append(
+                    Problem(f"{where}{suffix}", problem.what, problem.got, problem.hint)
+                )
+        if "artifact" not in provided and not self.is_training:
+            problems.append(
+                Problem(
+                    f"{self.where}: passes",
+                    "must end with an export pass, or nothing could be deployed",
+                    hint="Add `- export_aoti: {}` at the end.",
+                )
+            )
+        return problems
+
+    @property
+    def is_training(self) -> bool:
+        """True when every pass is a training pass (`train_*`)."""
+        return all(step.kind.startswith("train_") for step in self.passes)
+
+
+def _order(missing: list[str]) -> str:
+    sources = [
+        kind for kind in pass_kinds() if set(missing) & set(pass_class(kind).provides)
+    ]
+    return f"Put {' or '.join(sources)} before it." if sources else ""
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe by path or by the name of one that rankopt ships.
+
+    Raises:
+        RecipeError: missing, unreadable, or with problems; all of them are listed.
+    """
+    from rankopt.content import find
+
+    file = find("recipes", path, error=RecipeError)
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file}: is not readable YAML: {error}") from error
+    return parse_recipe(raw, where=str(file)).model_copy(update={"path": file.resolve()})
+
+
+def parse_recipe(raw: Any, *, where: str) -> Recipe:
+    """Build a recipe from what YAML gave; see `load_recipe`."""
+    if not isinstance(raw, Mapping):
+        raise RecipeError(problems=[Problem(where, "must be a mapping", type(raw).__name__)])
+    passes, problems = _parse_passes(raw.get("passes"), where)
+    placeholder: Any = passes or (Pass(),)  # problems of the passes are already listed
+    try:
+        recipe = Recipe.model_validate({**raw, "passes": placeholder})
+    except ValidationError as error:
+        problems += problems_of_validation(where, error, Recipe)
+    if problems:
+        raise RecipeError(problems=problems)
+    return recipe
+
+
+def _parse_passes(raw: Any, where: str) -> tuple[tuple[Pass, ...], list[Problem]]:
+    if not isinstance(raw, list) or not raw:
+        got = None if raw is None else raw
+        return (), [
+            Problem(f"{where}: passes", "must be a list of passes, `- kind: {settings}`", got)
+        ]
+    passes, problems = [], []
+    for index, item in enumerate(raw):
+        at = f"passes[{index}]"
+        if isinstance(item, str):
+            item = {item: {}}
+        if not isinstance(item, Mapping) or len(item) != 1:
+            problems.append(
+                Problem(f"{where}: {at}", "must be one pass, `kind: {settings}`", item)
+            )
+            continue
+        kind, settings = next(iter(item.items()))
+        step, found = parse_pass(str(kind), settings, where=where, prefix=f"{at}.{kind}")
+        problems += found
+        if step is not None:
+            passes.append(step)
+    return tuple(passes), problems
+
+
+def parse_pass(
+    kind: str, settings: Any, *, where: str, prefix: str
+) -> tuple[Pass | None, list[Problem]]:
+    """Build one pass; the settings' problems come back instead of being raised."""
+    if kind not in pass_kinds():
+        return None, [
+            Problem(f"{where}: {prefix}", "is not a known pass", hint=nearest(kind, pass_kinds()))
+        ]
+    found = pass_class(kind)
+    if not isinstance(settings, Mapping | None):
+        return None, [Problem(f"{where}: {prefix}", "must be a mapping of settings", settings)]
+    try:
+        return found.model_validate(dict(settings or {})), []
+    except ValidationError as error:
+        problems = problems_of_validation(where, error, found, prefix)
+        hint = f"See: rankopt recipes show {kind}"
+        return None, [
+            p if p.hint else Problem(p.where, p.what, p.got, hint) for p in problems
+        ]
+
+
+def dump_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Write a recipe as the mapping that `parse_recipe` reads."""
+    raw = recipe.model_dump(mode="json", exclude_none=True)
+    raw["passes"] = [
+        {step.kind: step.model_dump(mode="json", exclude_none=True)} for step in recipe.passes
+    ]
+    return raw

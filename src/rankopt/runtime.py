@@ -1,0 +1,167 @@
+"""Load an artifact and score with it.
+
+Takes and returns `dict[str, Tensor]`. Weights are mapped from the artifact's folder and shared by
+every process that loads it; inputs are checked against the contract on every call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rankopt.artifact.constants import map_constants
+from rankopt.artifact.contract import encode_contract, explain
+from rankopt.artifact.manifest import CONSTANTS, PROGRAM, Manifest, read_manifest
+from rankopt.environment import collect_environment
+from rankopt.errors import ArtifactError, ContractError, Problem
+from rankopt.kernels.build import load_kernels
+
+
+class LoadedArtifact:
+    """A compiled model, ready to score. Calls from several threads take turns.
+
+    Attributes:
+        folder: where it lies.
+        manifest: its contract.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._names = [entry.name for entry in manifest.inputs]
+        self._outputs = [entry.name for entry in manifest.outputs]
+        self._spec = encode_contract(manifest.inputs)
+        self._max_batch = manifest.max_batch
+        self._lock = threading.Lock()
+        self._constants = map_constants(manifest.constants, folder / CONSTANTS)
+        self._release = weakref.finalize(self, _release_handles, self._pack_for_fbgemm())
+        self._loader = _open_program(folder)
+        self._loader.load_constants(self._constants, False, True, True)
+        self._fits = torch.ops.rankopt.inputs_fit.default
+
+    def __call__(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Score B candidates.
+
+        Args:
+            features: the card's flat tensors by name; see `manifest.inputs` for their shapes.
+
+        Returns:
+            One float tensor [B] per output, as the model says it (logit or probability).
+
+        Raises:
+            ContractError: the inputs break the contract; everything wrong is listed.
+        """
+        try:
+            inputs = [features[name] for name in self._names]
+            fits = self._fits(inputs, self._spec, self._max_batch)
+        except (KeyError, TypeError, RuntimeError):
+            fits = False
+        if not fits:
+            self._refuse(features)
+        with self._lock:
+            scores = self._loader.boxed_run(inputs)
+        return dict(zip(self._outputs, scores, strict=True))
+
+    def close(self) -> None:
+        """Free what was packed for this artifact; it cannot score afterwards."""
+        self._release()
+
+    def _refuse(self, features: Mapping[str, Tensor]) -> None:
+        problems = explain(self.manifest.inputs, features, self._max_batch)
+        if not problems:
+            problems = [Problem("inputs", "break the artifact's contract")]
+        raise ContractError(f"{self.folder}: the call breaks the contract.", problems=problems)
+
+    def _pack_for_fbgemm(self) -> list[int]:
+        handles = []
+        for handle, (weight, scale) in self.manifest.packed_for_fbgemm.items():
+            packed = torch.ops.rankopt.fbgemm_pack(self._constants[weight], self._constants[scale])
+            handles.append(packed)
+            self._constants[handle] = torch.tensor([packed], dtype=torch.int64)
+        return handles
+
+
+def load_artifact(folder: str | Path) -> LoadedArtifact:
+    """Load an artifact made by `rankopt optimize`.
+
+    Raises:
+        ArtifactError: it is damaged, incomplete, or compiled for another machine.
+        EnvironmentProblem: the kernels cannot be built here.
+    """
+    path = Path(folder).resolve()
+    manifest = read_manifest(path)
+    check_machine(path, manifest)
+    load_operators(manifest.operators)
+    missing = [name for name in (PROGRAM, CONSTANTS) if not (path / name).is_file()]
+    if missing:
+        raise ArtifactError(f"{path}: {' and '.join(missing)} is missing. Copy the whole folder.")
+    size_bytes = (path / CONSTANTS).stat().st_size
+    if any(entry.offset + entry.size_bytes > size_bytes for entry in manifest.constants):
+        raise ArtifactError(
+            f"{path / CONSTANTS}: is truncated ({size_bytes} bytes). Copy the folder again."
+        )
+    return LoadedArtifact(path, manifest)
+
+
+def check_machine(path: Path, manifest: Manifest) -> None:
+    """Refuse compiled code that this machine or this torch cannot run.
+
+    Raises:
+        ArtifactError: names what is missing.
+    """
+    here = collect_environment()
+    target = manifest.target
+    problems = []
+    if target.architecture != here.architecture:
+        problems.append(
+            Problem(f"{path}: target", f"is {target.architecture}", here.architecture)
+        )
+    lacking = sorted(set(target.isa) - set(here.isa))
+    if lacking:
+        problems.append(
+            Problem(
+                f"{path}: target",
+                f"was compiled with {', '.join(lacking)}, which this CPU lacks",
+                hint="Build it on the machine that serves: rankopt optimize ... --out DIR",
+            )
+        )
+    wanted, found = manifest.libraries.get("torch"), here.libraries.get("torch")
+    if wanted != found:
+        problems.append(
+            Problem(
+                f"{path}: torch",
+                f"must be {wanted}, with which it was compiled",
+                found,
+                f"Install it: pip install torch=={wanted}, or build the artifact again.",
+            )
+        )
+    if problems:
+        raise ArtifactError(problems=problems)
+
+
+def load_operators(operators: tuple[str, ...]) -> None:
+    """Load the operator libraries that compiled code calls, before it is loaded itself."""
+    load_kernels()
+    if "fbgemm" in operators:
+        import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
+
+
+def _open_program(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:
+    try:
+        return torch._C._aoti.AOTIModelPackageLoader(str(folder / PROGRAM), "model", False, 1, -1)
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise ArtifactError(
+            f"{folder / PROGRAM}: cannot be loaded: {first} "
+            f"Check the files with: rankopt verify {folder}"
+        ) from error
+
+
+def _release_handles(handles: list[int]) -> None:
+    for handle in handles:
+        torch.ops.rankopt.fbgemm_release(handle)

@@ -1,0 +1,1 @@
+"""Make honest checkpoints: a small trainer, not a training system."""

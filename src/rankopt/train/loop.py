@@ -1,0 +1,317 @@
+"""Train a card's model and write card, checkpoint and metrics as one result.
+
+Seeded; stops early on validation NE; keeps the weights of the best evaluation. Two runs with the
+same settings, data, thread count and library versions give the same weights.
+
+Shapes in this module: B batch, N rows of a split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankopt.data.encode import Rows, iter_rows, load_rows
+from rankopt.data.rowsource import RowSource
+from rankopt.data.splits import Splits
+from rankopt.errors import CardError, DataError, Problem, UsageError
+from rankopt.models.build import check_forward_signature, make_module
+from rankopt.models.card import ModelCard
+from rankopt.models.checkpoint import save_checkpoint
+from rankopt.models.serving import ServingModule
+from rankopt.output import staged_output, write_json_atomic
+from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
+from rankopt.train.optimizers import make_optimizers
+from rankopt.train.relocate import write_card
+from rankopt.train.settings import TrainSettings
+
+CHECKPOINT_NAME = "checkpoint.safetensors"
+EVALUATION_BATCH = 4096
+MAX_TRAIN_ROWS_JUDGED = 50_000
+
+Metrics = dict[str, dict[str, float | int | None]]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run wrote, and how good it is.
+
+    Attributes:
+        out: the folder, with card.yaml, checkpoint.safetensors and metrics.json.
+        card: the card in it, ready for `rankopt optimize --model`.
+        metrics: the content of metrics.json.
+    """
+
+    out: Path
+    card: Path
+    metrics: dict[str, Any]
+
+
+def train(
+    card: ModelCard,
+    splits: Splits,
+    out: str | Path,
+    settings: TrainSettings | None = None,
+    progress: Callable[[str], None] | None = None,
+    *,
+    overwrite: bool = False,
+) -> TrainResult:
+    """Train the card's model on `splits.train` and write the result.
+
+    Args:
+        card: the model; its `train` settings hold when `settings` is None.
+        splits: training and validation rows are required; test rows are only reported on.
+        out: the folder to write, whole or not at all.
+        settings: how to train.
+        progress: called with one line per evaluation.
+        overwrite: replace an earlier result.
+
+    Raises:
+        CardError: the module cannot be built or does not take the card's inputs.
+        DataError: no training or validation rows, or rows the card does not allow.
+        UsageError: the loss became infinite or NaN.
+        OutputExistsError: `out` holds a result and `overwrite` is False.
+    """
+    chosen = settings or card.train
+    target = Path(out)
+    with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
+        trainer = _Trainer(card, splits, chosen, progress or (lambda line: None))
+        metrics = trainer.run()
+        save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
+        write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
+        write_json_atomic(staging / "metrics.json", metrics)
+    return TrainResult(target, target / "card.yaml", metrics)
+
+
+@contextlib.contextmanager
+def _seeded(settings: TrainSettings) -> Iterator[None]:
+    """Seed and set threads for the run, and leave the process as it was."""
+    threads_before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        if settings.num_threads:
+            torch.set_num_threads(settings.num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads_before)
+
+
+class _Trainer:
+    """One run: the module, its optimizers, the rows and the best weights so far."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        splits: Splits,
+        settings: TrainSettings,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.card = card
+        self.splits = splits
+        self.settings = settings
+        self.progress = progress
+        self.train_source, self.validation = _required(card, splits)
+        self.module = make_module(card)
+        problems = check_forward_signature(card, self.module)
+        if problems:
+            raise CardError(problems=problems)
+        self.serving = ServingModule(card, self.module)
+        self.optimizers = make_optimizers(self.module, settings)
+        self.shuffle = np.random.default_rng(settings.seed)
+        self.windows = _Windows(card, self.train_source, settings.window_rows)
+        self.curve: list[dict[str, float | int]] = []
+        self.best: dict[str, Tensor] = {}
+        self.best_ne = float("inf")
+        self.num_worse = 0
+        self.num_rows_seen = 0
+
+    def run(self) -> dict[str, Any]:
+        """Train until the epochs or the patience run out; load the best weights; measure all."""
+        started = time.perf_counter()
+        for epoch in range(1, self.settings.epochs + 1):
+            if self._epoch(epoch):
+                break
+        self.module.load_state_dict(self.best)
+        duration_s = time.perf_counter() - started
+        judged = {
+            "train": self._judge(self.train_source, limit=MAX_TRAIN_ROWS_JUDGED),
+            "validation": self._judge(self.validation),
+            "test": self._judge(self.splits.test),
+        }
+        return {
+            **judged,
+            "curve": self.curve,
+            "seed": self.settings.seed,
+            "settings": self.settings.model_dump(mode="json"),
+            "num_rows_seen": self.num_rows_seen,
+            "num_parameters": sum(p.numel() for p in self.module.parameters()),
+            "duration_s": round(duration_s, 3),
+            "num_threads": torch.get_num_threads(),
+            "torch_version": torch.__version__,
+            "data": self.splits.description,
+        }
+
+    def _epoch(self, epoch: int) -> bool:
+        """Go once over the training rows; True when the patience ran out."""
+        losses: list[float] = []
+        parts = self.settings.evaluations_per_epoch
+        num_total = self.windows.num_rows or self.train_source.num_rows
+        marks = [num_total * part / parts for part in range(1, parts)] if num_total else []
+        num_done = 0
+        self.serving.train()
+        for batch in self.windows.batches(self.shuffle, self.settings.batch_size):
+            losses.append(self._step(batch, epoch))
+            num_done += batch.num_rows
+            if marks and num_done >= marks[0]:
+                marks.pop(0)
+                if self._evaluate(epoch, losses):
+                    return True
+                losses = []
+        return bool(losses) and self._evaluate(epoch, losses)
+
+    def _step(self, batch: Rows, epoch: int) -> float:
+        scores = self.serving(*[batch.features[name] for name in self.card.tensor_names])
+        loss = torch.stack(
+            [
+                _loss(score, batch.labels[output.label], output.activation)
+                for score, output in zip(scores, self.card.outputs, strict=True)
+            ]
+        ).sum()
+        value = float(loss.detach())
+        if not np.isfinite(value):
+            problem = Problem(
+                f"{self.card.where}: train",
+                f"the loss became {value} in epoch {epoch} after {self.num_rows_seen:,} rows",
+                hint="Lower the learning rate, or look for extreme values in the dense columns.",
+            )
+            raise UsageError(problems=[problem])
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.num_rows_seen += batch.num_rows
+        return value
+
+    def _evaluate(self, epoch: int, losses: list[float]) -> bool:
+        """Measure validation NE and keep the weights if it is the best; True to stop."""
+        judged = self._judge(self.validation)
+        ne = float(np.mean([item["ne"] for item in judged.values()]))
+        auc_mean = float(np.mean([item["auc"] for item in judged.values()]))
+        point = {"epoch": epoch, "num_rows_seen": self.num_rows_seen}
+        point |= {"train_loss": float(np.mean(losses)), "validation_ne": ne}
+        self.curve.append({**point, "validation_auc": auc_mean})
+        if ne < self.best_ne:
+            self.best_ne, self.num_worse = ne, 0
+            state = self.module.state_dict()
+            self.best = {name: value.detach().clone() for name, value in state.items()}
+        else:
+            self.num_worse += 1
+        self.progress(
+            f"epoch {epoch}, {self.num_rows_seen:,} rows: training loss {point['train_loss']:.4f}, "
+            f"validation NE {ne:.4f}, AUC {auc_mean:.4f}"
+            + ("" if self.num_worse else " (best so far)")
+        )
+        self.serving.train()
+        return self.num_worse >= self.settings.patience
+
+    def _judge(self, source: RowSource, limit: int | None = None) -> Metrics:
+        self.serving.eval()
+        return judge(self.card, self.serving, source, limit=limit)
+
+
+class _Windows:
+    """Training rows in shuffled windows; a split that fits into one window is read once."""
+
+    def __init__(self, card: ModelCard, source: RowSource, window_rows: int) -> None:
+        self.card = card
+        self.source = source
+        self.window_rows = window_rows
+        fits = source.num_rows is not None and source.num_rows <= window_rows
+        self.rows = load_rows(card, source) if fits else None
+        self.num_rows = self.rows.num_rows if self.rows else None
+
+    def batches(self, shuffle: np.random.Generator, batch_size: int) -> Iterator[Rows]:
+        for window in self._windows():
+            order = shuffle.permutation(window.num_rows)
+            for start in range(0, window.num_rows, batch_size):
+                chosen = order[start : start + batch_size]
+                if len(chosen) > 1:  # batch statistics need two rows
+                    yield window.take(chosen)
+
+    def _windows(self) -> Iterator[Rows]:
+        if self.rows is not None:
+            yield self.rows
+            return
+        yield from iter_rows(self.card, self.source, self.window_rows)
+
+
+def judge(
+    card: ModelCard, serving: nn.Module, source: RowSource, *, limit: int | None = None
+) -> Metrics:
+    """Measure NE, AUC, log loss and calibration of each output on a source's rows.
+
+    Args:
+        card: names inputs, outputs and labels.
+        serving: the card's module in eval mode, taking flat tensors.
+        source: the rows, read a batch at a time.
+        limit: judge the first rows only.
+    """
+    names = [output.name for output in card.outputs]
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in names}
+    num_rows = 0
+    for rows in iter_rows(card, source, EVALUATION_BATCH):
+        batch = rows if limit is None else rows.slice(0, min(rows.num_rows, limit - num_rows))
+        with torch.inference_mode():
+            scores = serving(*[batch.features[name] for name in card.tensor_names])
+        for output, score in zip(card.outputs, scores, strict=True):
+            wide = score.double()
+            prob = torch.sigmoid(wide) if output.activation == "logit" else wide
+            parts[output.name].append((prob.numpy(), batch.labels[output.label]))
+        num_rows += batch.num_rows
+        if limit is not None and num_rows >= limit:
+            break
+    if not num_rows:
+        raise DataError(problems=[Problem(source.name, "holds no rows")])
+    return {name: _metrics(*map(np.concatenate, zip(*parts[name], strict=True))) for name in names}
+
+
+def _metrics(prob_N: np.ndarray, labels_N: np.ndarray) -> dict[str, float | int | None]:
+    values: Mapping[str, float] = {
+        "ne": normalized_entropy(prob_N, labels_N),
+        "auc": auc(prob_N, labels_N),
+        "log_loss": log_loss(prob_N, labels_N),
+        "calibration": calibration(prob_N, labels_N),
+        "base_rate": float(labels_N.mean()),
+    }
+    known = {name: value if np.isfinite(value) else None for name, value in values.items()}
+    return {**known, "num_rows": len(labels_N)}
+
+
+def _loss(score_B: Tensor, labels: np.ndarray, activation: str) -> Tensor:
+    target_B = torch.as_tensor(labels, dtype=torch.float32)
+    if activation == "logit":
+        return F.binary_cross_entropy_with_logits(score_B.float(), target_B)
+    return F.binary_cross_entropy(score_B.float(), target_B)
+
+
+def _required(card: ModelCard, splits: Splits) -> tuple[RowSource, RowSource]:
+    if splits.train is None or splits.validation is None:
+        missing = [n for n in ("train", "validation") if getattr(splits, n) is None]
+        problem = Problem(
+            f"{card.where}: data",
+            f"training needs rows for {' and '.join(missing)}",
+            hint="Name them under data, or give --data a folder with train, validation and test.",
+        )
+        raise DataError(problems=[problem])
+    return splits.train, splits.validation

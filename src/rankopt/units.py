@@ -1,0 +1,46 @@
+"""The one place where stored units (nanoseconds, bytes) become readable ones."""
+
+from __future__ import annotations
+
+NS_PER_US = 1_000
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+NS_PER_HOUR = 3_600 * NS_PER_S
+BYTES_PER_KIB = 1 << 10
+BYTES_PER_MIB = 1 << 20
+BYTES_PER_GIB = 1 << 30
+
+
+def format_duration(duration_ns: float) -> str:
+    """Write a duration in the unit that leaves one to three digits before the point."""
+    for size, unit in ((NS_PER_S, "s"), (NS_PER_MS, "ms"), (NS_PER_US, "us")):
+        if abs(duration_ns) >= size:
+            return f"{duration_ns / size:.3g} {unit}"
+    return f"{duration_ns:.3g} ns"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write a size in binary units: 1,536 bytes reads `1.5 KiB`."""
+    for size, unit in ((BYTES_PER_GIB, "GiB"), (BYTES_PER_MIB, "MiB"), (BYTES_PER_KIB, "KiB")):
+        if abs(size_bytes) >= size:
+            return f"{size_bytes / size:.3g} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def parse_fraction(value: str | float) -> float:
+    """Read a share: `0.1%` and `0.001` are the same number.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    if isinstance(value, (int, float)):
+        return float(value)
+    text = value.strip()
+    if text.endswith("%"):
+        return float(text[:-1]) / 100
+    return float(text)
+
+
+def usd_per_million(price_per_hour: float, predictions_per_s: float) -> float:
+    """Dollars that one million predictions cost on a machine of that hourly price."""
+    return price_per_hour / 3600 / predictions_per_s * 1e6
