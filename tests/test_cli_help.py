@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,15 +32,14 @@ def run_fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in VERB_NAMES)], ids=str)
 def test_help_takes_under_half_a_second(arguments: list[str]) -> None:
-    durations_s = []
-    # The best of three: the suite shares its cores, and the claim is about the code.
-    for _ in range(3):
-        started = time.perf_counter()
-        done = run_fresh(*arguments, "--help")
-        durations_s.append(time.perf_counter() - started)
-        assert done.returncode == 0, done.stderr
-        assert "Usage: rankopt" in done.stdout
-    assert min(durations_s) < 0.5
+    # CPU time, not wall time: help does not wait for anything, and the suite shares its cores with
+    # Ray's workers, which at a load of 8 made the same 0.17 s of work take 0.8 s.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run_fresh(*arguments, "--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: rankopt" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 @pytest.mark.parametrize("name", VERB_NAMES)
@@ -182,9 +181,13 @@ def test_progress_in_a_pipe_is_plain_lines(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_progress_does_not_call_a_failed_step_done(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ZeroDivisionError), Progress() as progress:
-        progress.step("dividing")
-        _ = 1 / 0
+    def divide() -> None:
+        with Progress() as progress:
+            progress.step("dividing")
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        divide()
     assert capsys.readouterr().err == "dividing ...\n"
 
 

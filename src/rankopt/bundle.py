@@ -57,9 +57,8 @@ class ModelBundle:
     def constants(self) -> dict[str, Tensor]:
         """Every parameter, buffer and lifted constant that the graph reads."""
         found: dict[str, Tensor] = dict(self.program.state_dict)
-        for name, value in self.program.constants.items():
-            if isinstance(value, Tensor):
-                found[name] = value
+        lifted = self.program.constants.items()
+        found |= {name: value for name, value in lifted if isinstance(value, Tensor)}
         return {name: tensor.detach() for name, tensor in found.items()}
 
     @property
@@ -76,6 +75,7 @@ class ModelBundle:
         graph_module = self.program.module(check_guards=False)
         rewrite(graph_module)
         graph_module.graph.eliminate_dead_code()
+        _drop_unread(graph_module)
         graph_module.graph.lint()
         graph_module.recompile()
         program = export_module(graph_module, self.card, self.sample)
@@ -97,7 +97,9 @@ def build_bundle(card: ModelCard, model: nn.Module, sample: Mapping[str, Tensor]
     return ModelBundle(card=card, program=program, sample=sample)
 
 
-def export_module(module: nn.Module, card: ModelCard, sample: Mapping[str, Tensor]) -> ExportedProgram:
+def export_module(
+    module: nn.Module, card: ModelCard, sample: Mapping[str, Tensor]
+) -> ExportedProgram:
     """Trace a module with the card's dims dynamic, and assert that they stayed so."""
     inputs = tuple(sample[name] for name in card.tensor_names)
     for parameter in module.parameters():
@@ -141,6 +143,18 @@ def max_ids_per_row(item: KjtInput | RaggedIdsInput) -> int:
     if isinstance(item, KjtInput):
         return sum(feature.max_length for feature in item.features)
     return item.max_length
+
+
+def _drop_unread(graph_module: GraphModule) -> None:
+    """Remove weights that no node reads: torch.export would carry them along."""
+    read = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
+    called = tuple(f"{node.target}." for node in graph_module.graph.find_nodes(op="call_module"))
+    held = [name for name, _ in graph_module.named_parameters(remove_duplicate=False)]
+    held += [name for name, _ in graph_module.named_buffers(remove_duplicate=False)]
+    for name in held:
+        if name not in read and not name.startswith(called or ("\0",)):
+            parent, _, leaf = name.rpartition(".")
+            delattr(graph_module.get_submodule(parent), leaf)
 
 
 def _first_lines(error: Exception, limit: int = 6) -> str:

@@ -14,7 +14,9 @@ The tree::
     ├── ExportError              2  torch.export or AOTInductor refused the model
     ├── ArtifactError            2  an artifact is damaged, or does not fit this machine
     │   └── ContractError        2  a call breaks the artifact's input contract
-    └── EnvironmentProblem       2  a missing compiler, disk space, library or device
+    ├── EnvironmentProblem       2  a missing compiler, disk space, library or device
+    ├── ArmError                 2  an arm of an A/B raised (`rankopt.bench.backend`)
+    └── WorkerDied               2  workers of an A/B died too often (`rankopt.bench.backend`)
 
 Verdicts are not errors: pass exits 0, fail 1, inconclusive 3 (`rankopt.review.gates`).
 """

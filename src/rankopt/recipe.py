@@ -66,7 +66,11 @@ class Recipe(BaseModel):
             missing = sorted(step.requires - provided)
             if missing:
                 problems.append(
-                    Problem(where, f"needs {', '.join(missing)} from an earlier pass", hint=_order(missing))
+                    Problem(
+                        where,
+                        f"needs {', '.join(missing)} from an earlier pass",
+                        hint=_order(missing),
+                    )
                 )
             clash = sorted(step.forbids & provided)
             if clash:
@@ -100,9 +104,7 @@ class Recipe(BaseModel):
 
 
 def _order(missing: list[str]) -> str:
-    sources = [
-        kind for kind in pass_kinds() if set(missing) & set(pass_class(kind).provides)
-    ]
+    sources = [kind for kind in pass_kinds() if set(missing) & set(pass_class(kind).provides)]
     return f"Put {' or '.join(sources)} before it." if sources else ""
 
 
@@ -149,9 +151,7 @@ def _parse_passes(raw: Any, where: str) -> tuple[tuple[Pass, ...], list[Problem]
         if isinstance(item, str):
             item = {item: {}}
         if not isinstance(item, Mapping) or len(item) != 1:
-            problems.append(
-                Problem(f"{where}: {at}", "must be one pass, `kind: {settings}`", item)
-            )
+            problems.append(Problem(f"{where}: {at}", "must be one pass, `kind: {settings}`", item))
             continue
         kind, settings = next(iter(item.items()))
         step, found = parse_pass(str(kind), settings, where=where, prefix=f"{at}.{kind}")
@@ -177,9 +177,7 @@ def parse_pass(
     except ValidationError as error:
         problems = problems_of_validation(where, error, found, prefix)
         hint = f"See: rankopt recipes show {kind}"
-        return None, [
-            p if p.hint else Problem(p.where, p.what, p.got, hint) for p in problems
-        ]
+        return None, [p if p.hint else Problem(p.where, p.what, p.got, hint) for p in problems]
 
 
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -189,3 +187,25 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
         {step.kind: step.model_dump(mode="json", exclude_none=True)} for step in recipe.passes
     ]
     return raw
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON schema of a recipe file, every registered pass with its settings."""
+    schema = Recipe.model_json_schema()
+    definitions = schema.setdefault("$defs", {})
+    options = []
+    for kind in pass_kinds():
+        settings = pass_class(kind).model_json_schema(ref_template="#/$defs/{model}")
+        definitions |= settings.pop("$defs", {})
+        definitions[kind] = settings
+        options.append(
+            {
+                "type": "object",
+                "properties": {kind: {"anyOf": [{"$ref": f"#/$defs/{kind}"}, {"type": "null"}]}},
+                "required": [kind],
+                "additionalProperties": False,
+            }
+        )
+    names = {"type": "string", "enum": list(pass_kinds())}
+    schema["properties"]["passes"] = {"type": "array", "items": {"anyOf": [*options, names]}}
+    return schema

@@ -118,9 +118,7 @@ def check_machine(path: Path, manifest: Manifest) -> None:
     target = manifest.target
     problems = []
     if target.architecture != here.architecture:
-        problems.append(
-            Problem(f"{path}: target", f"is {target.architecture}", here.architecture)
-        )
+        problems.append(Problem(f"{path}: target", f"is {target.architecture}", here.architecture))
     lacking = sorted(set(target.isa) - set(here.isa))
     if lacking:
         problems.append(

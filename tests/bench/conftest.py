@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from bench import fake_arms
 
+from bench import fake_arms
 from rankopt.bench.arms import ArmSpec
 from rankopt.bench.plan import BenchPlan
 from rankopt.models.card import ModelCard

@@ -17,7 +17,7 @@ MODULE = "bench.fake_arms"
 
 def register() -> None:
     """Make the fake kinds known to the driver; workers get their `module:function`."""
-    for name in ("busy", "matmul", "spinner", "fragile", "broken", "odd_shape"):
+    for name in ("busy", "matmul", "spinner", "fragile", "broken", "odd_shape", "sent"):
         ARM_LOADERS[f"fake-{name}"] = f"{MODULE}:load_{name}"
 
 
@@ -98,3 +98,13 @@ def load_broken(spec: ArmSpec):
 
 def load_odd_shape(spec: ArmSpec):
     return lambda features: {"score": features["dense"]}
+
+
+def load_sent(spec: ArmSpec):
+    """Score with what stands in files that have to be sent; refuse the driver's own copies."""
+    if spec.options["driver_folder"] in f"{spec.card} {spec.artifact}":
+        raise RuntimeError(f"got the driver's paths: {spec.card}, {spec.artifact}")
+    scale = float((spec.artifact / "weights" / "scale.txt").read_text())
+    offset = float((spec.card.parent / "net.py").read_text().strip("# \n"))
+    run = load_fragile(spec) if "tally" in spec.options else load_busy(spec)
+    return lambda features: {"score": run(features)["score"] * scale + offset}

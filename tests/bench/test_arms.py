@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from rankopt.bench.arms import (
@@ -87,3 +88,21 @@ def test_a_folders_hash_covers_names_and_contents(tmp_path):
     second = hash_path(folder)
     (folder / "weights" / "b").write_bytes(b"2")
     assert len({first, second, hash_path(folder)}) == 3
+
+
+def test_an_eager_arm_scores_as_its_module_does(card_file):
+    card_file.with_name("net.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(1, 1)\n"
+        "    def forward(self, dense):\n"
+        "        return self.layer(dense).squeeze(1)\n"
+    )
+    weight, bias = torch.tensor([[3.0]]), torch.tensor([0.5])
+    torch.save({"layer.weight": weight, "layer.bias": bias}, card_file.with_name("weights.pt"))
+    run = load_arm(resolve_arm(ArmSpec(label="control", kind="eager", card=card_file)))
+    scores = run({"dense": torch.tensor([[1.0], [-2.0]])})
+    assert list(scores) == ["score"]
+    torch.testing.assert_close(scores["score"], torch.tensor([3.5, -5.5]))

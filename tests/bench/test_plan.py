@@ -31,7 +31,7 @@ def test_every_problem_of_a_file_is_listed_with_the_nearest_key(tmp_path):
 def test_what_is_no_plan_is_refused(tmp_path, text):
     file = tmp_path / "plan.yaml"
     file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(UsageError, match="plan.yaml"):
+    with pytest.raises(UsageError, match=r"plan\.yaml"):
         load_plan(file)
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bench.conftest import PlainRows
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.conftest import PlainRows
 from rankopt.bench.rows_file import RowsFile, write_rows
 from rankopt.errors import DataError, EnvironmentProblem
 

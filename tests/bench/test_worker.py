@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from bench import fake_arms
 
+from bench import fake_arms
 from rankopt.bench.arms import loader_reference
 from rankopt.bench.rows_file import write_rows
 from rankopt.bench.worker import ArmWorker, BlockSamples
@@ -31,15 +32,30 @@ def test_a_block_times_each_call_and_its_own_cpu(worker):
     assert block.latency_ns.shape == (10,)
     assert block.latency_ns.min() >= 300_000
     assert block.wall_ns >= block.latency_ns.sum()
-    assert block.cpu_ns >= 0.5 * block.latency_ns.sum()
+    # Far below the 3 ms of busy looping: the machine may be shared, and preempt it.
+    assert 500_000 <= block.cpu_ns <= 4 * block.wall_ns
     assert block.idle_cpu_share == 0
 
 
-def test_a_busy_neighbour_shows_in_its_cpu_clock(worker):
-    # This very process stands in for the idle arm: it is busy for the whole block.
+SPINNER = """
+import threading, time
+def spin():
+    while True:
+        pass
+threading.Thread(target=spin, daemon=True).start()
+print("spinning", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_neighbour_whose_threads_spin_shows_in_its_cpu_clock(worker):
     worker.warm_up(2, 3, 0)
-    block = worker.time_block(2, 0, 20, 0, [os.getpid()])
-    assert block.idle_cpu_share > 0.3
+    with subprocess.Popen([sys.executable, "-c", SPINNER], stdout=subprocess.PIPE) as neighbour:
+        neighbour.stdout.readline()
+        block = worker.time_block(2, 0, 100, 0, [neighbour.pid])
+        neighbour.kill()
+    assert block.idle_cpu_share > 0.05
+    assert worker.time_block(2, 0, 5, 0, [neighbour.pid]).idle_cpu_share is None, "it has ended"
 
 
 def test_a_process_without_a_clock_is_not_guessed_at():

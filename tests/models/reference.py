@@ -36,7 +36,9 @@ def flat_inputs(num_rows: int, lengths: Sequence[int] | None = None) -> dict[str
 
 def history_inputs(num_rows: int, lengths: Sequence[int] | None = None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(num_rows)
-    given = list(lengths) if lengths is not None else [row % (HISTORY + 2) for row in range(num_rows)]
+    given = (
+        list(lengths) if lengths is not None else [row % (HISTORY + 2) for row in range(num_rows)]
+    )
     return {
         "item": torch.randint(0, NUM_ITEMS, (num_rows,), generator=generator),
         "history_values": torch.randint(1, NUM_ITEMS, (sum(given),), generator=generator),

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models.reference import CASES, HISTORY, din_inputs, hstu_inputs, small_din, small_hstu
 from torch.export import Dim, export
 
+from models.reference import CASES, HISTORY, din_inputs, hstu_inputs, small_din, small_hstu
 from rankopt.models.deepfm import DeepFM
 from rankopt.models.dlrm import DLRM
 
@@ -31,7 +31,14 @@ def test_exported_graph_equals_eager_at_every_size(name):
     exported = program.module()
     free = [limit for limit in program.range_constraints.values() if limit.upper >= 4096]
     assert len(free) == len({dim for dims in dynamic(example).values() for dim in dims.values()})
-    for num_rows, lengths in [(1, None), (2, None), (5, None), (1, [0]), (5, [0] * 5), (3, [0, 9, 0])]:
+    for num_rows, lengths in [
+        (1, None),
+        (2, None),
+        (5, None),
+        (1, [0]),
+        (5, [0] * 5),
+        (3, [0, 9, 0]),
+    ]:
         inputs = case.inputs(num_rows, lengths)
         score = model(**inputs)
         assert score.shape == (num_rows,)

@@ -32,10 +32,10 @@ def test_factorization_machine_equals_the_sum_over_pairs_in_fp64():
     torch.manual_seed(0)
     fields = torch.randn(4, 9, 8)
     wide = fields.double()
-    expected = sum(
-        (wide[:, i] * wide[:, j]).sum(dim=1) for i in range(9) for j in range(i + 1, 9)
+    expected = sum((wide[:, i] * wide[:, j]).sum(dim=1) for i in range(9) for j in range(i + 1, 9))
+    torch.testing.assert_close(
+        FactorizationMachine()(fields).double(), expected, rtol=1e-5, atol=1e-5
     )
-    torch.testing.assert_close(FactorizationMachine()(fields).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_low_rank_cross_equals_its_formula_in_fp64():

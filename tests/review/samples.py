@@ -57,7 +57,7 @@ def auc(delta: float = -0.0001, half: float = 0.0002, **changes: Any) -> MetricP
     return ne(delta, half, **{**fields, **changes})
 
 
-def latency(batch_size: int, speedup: float, half: float = 0.1, **changes: Any) -> LatencyRow:
+def latency(batch_size: int, speedup: float, half: float = 0.1, /, **changes: Any) -> LatencyRow:
     """Build a latency row from its speed-up and the half width of its interval."""
     control = (1.1 + 0.05 * batch_size) * MS
     candidate = control / speedup
@@ -80,7 +80,7 @@ def latency(batch_size: int, speedup: float, half: float = 0.1, **changes: Any) 
     return LatencyRow(**{**fields, **changes})
 
 
-def baseline(batch_size: int, speedup: float, half: float = 0.05, **changes: Any) -> BaselineRow:
+def baseline(batch_size: int, speedup: float, half: float = 0.05, /, **changes: Any) -> BaselineRow:
     """Build a row against plain fp32 AOTInductor."""
     candidate = latency(batch_size, 3.4).candidate_p50_ns
     fields: dict[str, Any] = {
@@ -174,7 +174,9 @@ def draft(**changes: Any) -> Report:
         "passes": PASSES,
         "prediction_change": {"click": PredictionChange(max_abs=0.031, mean_abs=0.0052)},
         "calibration_curve": {"click": curve},
-        "scatter": {"click": [(float(a), float(b)) for a, b in zip(control, candidate)]},
+        "scatter": {
+            "click": [(float(a), float(b)) for a, b in zip(control, candidate, strict=True)]
+        },
         "statistics_unit": "user_id",
         "model": "din-movielens",
         "recipe": "cpu-int8",

@@ -1,9 +1,9 @@
 """Compile a bundle with AOTInductor and lay it out as an artifact folder.
 
-    model.pt2            the compiled graph, without weights
-    weights/             every constant it reads, mapped into memory when it is loaded
-    checks.safetensors   made-up inputs and the bundle's own outputs for them
-    manifest.json        contract, target, versions, hashes
+model.pt2            the compiled graph, without weights
+weights/             every constant it reads, mapped into memory when it is loaded
+checks.safetensors   made-up inputs and the bundle's own outputs for them
+manifest.json        contract, target, versions, hashes
 """
 
 from __future__ import annotations

@@ -166,7 +166,11 @@ def explain(
         batch = rows if batch is None else batch
         if rows != batch:
             problems.append(
-                Problem(f"input {entry.name}", f"must have {int(batch)} rows as the first input has", rows)
+                Problem(
+                    f"input {entry.name}",
+                    f"must have {int(batch)} rows as the first input has",
+                    rows,
+                )
             )
     if not problems and batch is not None and not 1 <= batch <= max_batch:
         problems.append(Problem("inputs", f"must have 1 to {max_batch} rows", int(batch)))
@@ -234,7 +238,9 @@ def _values(
         if total != value.shape[0]:
             return [
                 Problem(
-                    where, f"must hold as many ids as {entry.partner} adds up to ({total})", value.shape[0]
+                    where,
+                    f"must hold as many ids as {entry.partner} adds up to ({total})",
+                    value.shape[0],
                 )
             ]
         if int(lengths.min()) < 0:

@@ -286,7 +286,8 @@ def _probabilities(
         scores = outputs[output.name].astype(np.float64)
         if output.activation == "logit":
             # 1 / (1 + exp(-x)) without overflow, and exact far out, where log loss looks.
-            scores = np.exp(-np.logaddexp(0.0, -scores))
+            with np.errstate(invalid="ignore"):  # NaN stays NaN, and is noted
+                scores = np.exp(-np.logaddexp(0.0, -scores))
         probabilities[output.name] = scores
     return probabilities
 
@@ -308,9 +309,7 @@ def _notes(
         yield f"resumed: {crew.samples.num_resumed} turns were taken from the earlier try."
 
 
-def _stability_notes(
-    crew: Crew, batch_size: int, records: Sequence[BlockRecord]
-) -> Iterable[str]:
+def _stability_notes(crew: Crew, batch_size: int, records: Sequence[BlockRecord]) -> Iterable[str]:
     plan = crew.plan
     control, candidate = crew.labels[:2]
     for note in estimate_speedup(records, control, candidate).notes:

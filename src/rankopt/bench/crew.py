@@ -47,9 +47,11 @@ class Crew:
         self._workers: dict[str, Worker] = {}
         self._pids: dict[str, int] = {}
         self._batch_size: int | None = None
+        for label in self.arms:  # all processes first: their imports overlap
+            self._workers[label] = backend.start(label)
         for label in self.arms:
             self.progress(f"{label}: loading")
-            self.retrying(partial(self._join, label))
+            self.retrying(partial(self._load, label))
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -96,10 +98,10 @@ class Crew:
         steady = sorted(latency_ns[len(latency_ns) // 2 :].tolist())
         return float(steady[len(steady) // 2])
 
-    def _join(self, label: str) -> None:
-        worker = self._backend.start(label)
-        self._workers[label] = worker
-        arm = self.arms[label]
+    def _load(self, label: str) -> None:
+        if label in self.environments:  # a death while it loaded was already made good
+            return
+        worker, arm = self._workers[label], self.arms[label]
         placed = {name: worker.place(path) for name, path in arm.paths().items()}
         environment = worker.call("load", arm.model_copy(update=placed), loader_reference(arm.kind))
         worker.call("put_rows", worker.place(self._rows_file))
@@ -119,8 +121,10 @@ class Crew:
             ) from error
         self.samples.add_event("restart", arm=label, reason=str(error).splitlines()[0])
         self.progress(f"{label}: worker died, starting another")
+        self.environments.pop(label, None)
+        self._workers[label] = self._backend.start(label)
         try:
-            self._join(label)
+            self._load(label)
             if self._batch_size is not None:
                 self._warm_up(label, self._batch_size)
         except WorkerDied as again:

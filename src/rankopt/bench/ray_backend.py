@@ -29,7 +29,7 @@ from rankopt.bench.worker import ArmWorker
 from rankopt.errors import EnvironmentProblem, UsageError
 from rankopt.units import BYTES_PER_MIB
 
-PLACEMENT_TIMEOUT_S = 120.0
+PLACEMENT_TIMEOUT_S = 120  # whole seconds: Ray cuts the rest off
 CHUNK_BYTES = 64 * BYTES_PER_MIB
 # Rows and artifacts travel by path on one machine; only a cluster needs more than messages.
 OBJECT_STORE_BYTES = 256 * BYTES_PER_MIB

@@ -5,7 +5,7 @@ Flat feature tensors say all there is to know about rows: `name` has one entry p
 several features. So a worker needs neither the card nor a data library, whose thread pools would
 be one more thing that differs between arms.
 
-Shapes: N rows, B rows of a window, F features of a bag input, L ids of all bags together.
+Shapes: B rows of a window.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol
 from rankopt.errors import DataError, EnvironmentProblem
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -59,19 +58,21 @@ class RowsFile:
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
+        from rankopt.data.rows import Rows
+
         with safe_open(path, framework="pt") as stream:
-            self.num_rows = int(stream.metadata()["num_rows"])
-            self._features: dict[str, Tensor] = {
-                name: stream.get_tensor(name)
-                for name in stream.keys()  # noqa: SIM118
-            }
-        # Where each bag begins in its values, [F, N].
-        self._starts: dict[str, Tensor] = {}
-        for name, tensor in self._features.items():
-            if name.endswith(".lengths"):
-                lengths = tensor.long()
-                starts = lengths.cumsum(0) - lengths
-                self._starts[name.removesuffix(".lengths")] = starts.view(-1, self.num_rows)
+            num_rows = int(stream.metadata()["num_rows"])
+            features = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        bags = {
+            name.removesuffix(".lengths"): tensor.numel() // num_rows
+            for name, tensor in features.items()
+            if name.endswith(".lengths")
+        }
+        self._rows = Rows(features, labels={}, clusters=None, num_rows=num_rows, bags=bags)
+
+    @property
+    def num_rows(self) -> int:
+        return self._rows.num_rows
 
     def window(self, start: int, num_rows: int) -> dict[str, Tensor]:
         """Copy `num_rows` rows from `start` on, going round at the end.
@@ -81,24 +82,4 @@ class RowsFile:
         import torch
 
         rows_B = torch.arange(start, start + num_rows) % self.num_rows
-        features: dict[str, Tensor] = {}
-        for name, tensor in self._features.items():
-            base, _, part = name.rpartition(".")
-            if base not in self._starts or part not in {"values", "lengths", "weights"}:
-                features[name] = tensor[rows_B]
-            elif part == "lengths":
-                features[name] = tensor.view(-1, self.num_rows)[:, rows_B].reshape(-1)
-            else:
-                features[name] = tensor[self._positions(base, rows_B)]
-        return features
-
-    def _positions(self, base: str, rows_B: torch.Tensor) -> torch.Tensor:
-        """Find the values of some rows' bags, feature-major: positions [L]."""
-        import torch
-
-        lengths = self._features[f"{base}.lengths"].long().view(-1, self.num_rows)
-        lengths_FB = lengths[:, rows_B].reshape(-1)
-        starts_FB = self._starts[base][:, rows_B].reshape(-1)
-        ends = lengths_FB.cumsum(0)
-        shift = (starts_FB - (ends - lengths_FB)).repeat_interleave(lengths_FB)
-        return torch.arange(shift.numel()) + shift
+        return self._rows.take(rows_B).features

@@ -62,6 +62,7 @@ def time_arms(
                 arms, rows_file, plan, backend,
                 workdir=Path(folder), on_block=on_block, progress=progress,
             )  # fmt: skip
+    workdir.mkdir(parents=True, exist_ok=True)
     arms = prepare_arms(arms)
     samples = SampleFile(
         workdir / "samples.jsonl", fingerprint(arms, rows_file, plan, backend), resume=resume

@@ -22,6 +22,8 @@ from rankopt.units import NS_PER_S, format_duration
 if TYPE_CHECKING:
     from rich.status import Status
 
+    from rankopt.review.schema import PassRecord, Report
+
 # A pipe gets an update at most this often: logs are read, not watched.
 _PLAIN_INTERVAL_NS = 10 * NS_PER_S
 
@@ -44,6 +46,22 @@ Data = Annotated[
 RayAddress = Annotated[
     str | None,
     typer.Option("--ray-address", help="A Ray cluster; without it Ray is started here."),
+]
+Local = Annotated[
+    bool, typer.Option("--local", help="Run the arms as plain processes here, without Ray.")
+]
+Recipe = Annotated[str, typer.Argument(help="A recipe: a path, or a name in recipes/.")]
+Plan = Annotated[str, typer.Option("--plan", help="An A/B plan: a path or a name in benchmarks/.")]
+Price = Annotated[
+    float | None,
+    typer.Option("--price-per-hour", min=0, help="Dollars an hour of this machine, for the cost."),
+]
+Slo = Annotated[
+    float | None, typer.Option("--slo-p99-ms", min=0, help="Latency target, written into the cost.")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--num-threads", min=1, help="Thread budget of every arm; default: all cores."),
 ]
 
 
@@ -136,3 +154,29 @@ def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
         # Text, since rich would read a path in brackets as markup.
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
+
+
+def show_passes(records: Sequence[PassRecord]) -> None:
+    """Print what became of each pass."""
+    print_table(
+        ("pass", "", "why"),
+        [
+            (record.kind, "kept" if record.kept else "dropped", record.reason)
+            for record in records
+        ],
+    )
+
+
+def show_verdict(report: Report, out: Path, *, as_json: bool) -> int:
+    """Print a report's verdict, reasons and place, and return its exit code."""
+    from rankopt.review.gates import exit_code
+
+    if as_json:
+        print_json(report.model_dump(mode="json"))
+        return exit_code(report.verdict)
+    show_passes(report.passes)
+    for reason in report.reasons:
+        typer.echo(f"- {reason}")
+    typer.echo(f"verdict: {report.verdict}")
+    typer.echo(f"report: {out / 'report.html'}")
+    return exit_code(report.verdict)

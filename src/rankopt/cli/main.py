@@ -75,7 +75,7 @@ class LazyGroup(typer.core.TyperGroup):
 def _load(verb: Verb) -> Any:
     command = typer.main.get_command(import_module(verb.module).app)
     command.name = verb.name
-    # A one-command Typer app offers to install shell completion for itself; a verb is not a program.
+    # A one-command Typer app offers to install shell completion for itself.
     completion = {"install_completion", "show_completion"}
     command.params = [param for param in command.params if param.name not in completion]
     return command
@@ -122,14 +122,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _show("interrupted; nothing was left half written")
         return EXIT_INTERRUPTED
+    except SystemExit as error:
+        # typer itself turns a closed pipe into exit 1, which here would say `fail`.
+        if isinstance(error.__context__, BrokenPipeError):
+            return _close_stdout()
+        raise
     except BrokenPipeError:
-        # Python would complain again when it closes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return _close_stdout()
     except Exception as error:
         _show_internal(error, arguments)
         return EXIT_INTERNAL
     return code if isinstance(code, int) else 0
+
+
+def _close_stdout() -> int:
+    """Send what is left of stdout nowhere, or Python complains once more when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return EXIT_BROKEN_PIPE
 
 
 def _show(message: str) -> None:
@@ -155,7 +164,8 @@ def _show_internal(error: Exception, arguments: Sequence[str]) -> None:
     message = f"{type(error).__name__}: {first_line}"
     if not _debug():
         again = shlex.join(["rankopt", *arguments])
-        message += f". This is a fault in rankopt, or a case it does not know; see where: RANKOPT_DEBUG=1 {again}"
+        message += ". This is a fault in rankopt, or a case it does not know; "
+        message += f"see where: RANKOPT_DEBUG=1 {again}"
     _show(message)
 
 

@@ -48,7 +48,7 @@ def plain(array: Any) -> Any:
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
     if isinstance(array, pa.ExtensionArray):
-        array = array.storage
+        array = _storage(array)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     return array
@@ -67,7 +67,7 @@ def read_integers(array: Any) -> Numbers:
         return _integers_of_text(array, missing)
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
         if pa.types.is_uint64(kind):
-            big = pc.greater(array, (1 << 63) - 1).fill_null(False)
+            big = pc.greater(array, pa.scalar((1 << 63) - 1, pa.uint64())).fill_null(False)
             invalid = big.to_numpy(zero_copy_only=False)
             array = pc.if_else(big, pa.scalar(0, kind), array)
         else:
@@ -150,6 +150,22 @@ def _integers_of_text(array: Any, missing: npt.NDArray[np.bool_]) -> Numbers:
         digits = pc.replace_substring_regex(text, r"^\+|\.0*$", "")
         values = digits.cast(pa.int64())
     return Numbers(values.fill_null(0).to_numpy(zero_copy_only=False), missing, invalid)
+
+
+def _storage(array: Any) -> Any:
+    """Return what an extension array is made of.
+
+    Ray keeps a column of numpy vectors of unequal length as a struct of `data` and `shape`.
+    """
+    storage = array.storage
+    if not pa.types.is_struct(storage.type):
+        return storage
+    names = {field.name for field in storage.type}
+    if names != {"data", "shape"}:
+        return storage
+    num_dims = pc.list_value_length(pc.struct_field(storage, "shape"))
+    is_flat = pc.all(pc.equal(num_dims, 1)).as_py()
+    return pc.struct_field(storage, "data") if is_flat else storage
 
 
 def _nulls(array: Any) -> npt.NDArray[np.bool_]:

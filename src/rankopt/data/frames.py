@@ -93,10 +93,14 @@ class RayDatasetSource:
         return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
 
     def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
-        # The selection is a dataset of our own, with a copy of the context: asking it to keep
-        # the order changes nothing for the caller's dataset.
         chosen = self._dataset.select_columns(columns)
-        chosen.context.execution_options.preserve_order = True
-        for table in chosen.iter_batches(batch_size=batch_rows, batch_format="pyarrow"):
-            for batch in table.select(columns).combine_chunks().to_batches():
-                yield from cut(batch, batch_rows)
+        # Blocks come as they finish unless order is asked for. The context is shared with the
+        # caller's dataset, so what it said before is put back.
+        options = chosen.context.execution_options
+        before, options.preserve_order = options.preserve_order, True
+        try:
+            for table in chosen.iter_batches(batch_size=batch_rows, batch_format="pyarrow"):
+                for batch in table.select(columns).combine_chunks().to_batches():
+                    yield from cut(batch, batch_rows)
+        finally:
+            options.preserve_order = before

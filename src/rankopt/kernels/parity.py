@@ -179,7 +179,9 @@ def compare(result: Tensor, expected: Tensor, allowance: Tensor) -> Agreement:
 
     Shapes: all three alike; `allowance` is the absolute error allowed of each number.
     """
-    same_bits = _bits(result) == _bits(expected)
+    if result.shape != expected.shape:
+        return Agreement(False, torch.inf, torch.inf)
+    same_bits = torch.equal(_bits(result), _bits(expected))
     same_kind = (result.isnan() == expected.isnan()) & (result.isinf() == expected.isinf())
     infinite = expected.isinf()
     agree = bool(same_kind.all()) and torch.equal(result[infinite], expected[infinite])
@@ -191,8 +193,7 @@ def compare(result: Tensor, expected: Tensor, allowance: Tensor) -> Agreement:
     return Agreement(same_bits, float(error.max()), excess)
 
 
-def _bits(values: Tensor) -> list[int]:
+def _bits(values: Tensor) -> Tensor:
     # Any NaN is as good as another; -0.0 and 0.0 are not the same.
     plain = torch.where(values.isnan(), torch.full_like(values, torch.nan), values)
-    bits: list[int] = plain.contiguous().view(torch.int32).flatten().tolist()
-    return bits
+    return plain.contiguous().view(torch.int32)

@@ -5,6 +5,8 @@ Shapes: B rows, N outputs, K inputs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def linear_int8(
     Shapes: x float32 [..., K]; packed int8; scale, bias float32 [N]; negative_slope [1] or [N];
     returns float32 [..., N].
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     weight = unpack_linear_int8(packed.reshape(-1), num_outputs, x.shape[-1])
     peak = _peak(rows)
     # A tensor: torch divides a Python number by a tensor as a product with the reciprocal.
@@ -59,7 +61,7 @@ def linear_fbgemm(
     [..., N].
     """
     del handle
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     peak = _peak(rows)
     usable = torch.isfinite(peak) & (peak >= torch.finfo(torch.float32).tiny)
     safe = torch.where(usable, peak, torch.ones_like(peak))

@@ -53,15 +53,31 @@ class Kernel:
         result: Tensor = getattr(torch.ops.rankopt, self.name)(*arguments)
         return result
 
-    def check(self, case: LinearCase) -> Agreement:
-        """Run a case on the operator and on the reference, with the instruction set in use."""
+    def check(self, case: LinearCase) -> dict[str, Agreement]:
+        """Run a case and compare it with the reference, once per instruction set of this CPU.
+
+        Returns:
+            The agreement by instruction set; under `auto` alone for a kernel that has no choice.
+        """
         arguments = self.arguments(case)
         expected = self.reference(*arguments)
         if self.allowance is None:
             allowance = torch.zeros_like(expected)
         else:
             allowance = self.allowance(arguments, expected)
-        return compare(self(*arguments), expected, allowance)
+        before = ops.current_isa()
+        agreements = {}
+        try:
+            for isa in ops.supported_isas() if self.isas else ["auto"]:
+                ops.set_isa(isa)
+                agreements[isa] = compare(self(*arguments), expected, allowance)
+        finally:
+            ops.set_isa(before)
+        return agreements
+
+    def holds(self, agreement: Agreement) -> bool:
+        """Say whether an agreement is as close as this kernel promises."""
+        return agreement.same_bits if self.allowance is None else agreement.excess <= 0
 
 
 def _linear_int8_arguments(case: LinearCase) -> Arguments:

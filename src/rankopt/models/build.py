@@ -161,15 +161,15 @@ def check_forward_signature(card: ModelCard, module: nn.Module) -> list[Problem]
                 what = f"passes {argument!r}, which forward does not take"
                 problems.append(Problem(where, what, hint=nearest(argument, names)))
             given[argument] = item.name
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in given:
-            problems.append(
-                Problem(
-                    f"{card.where}: inputs",
-                    f"nothing passes {parameter.name!r}, which forward requires",
-                    hint="Add an input of that name, or set `argument` on one.",
-                )
-            )
+    problems += [
+        Problem(
+            f"{card.where}: inputs",
+            f"nothing passes {parameter.name!r}, which forward requires",
+            hint="Add an input of that name, or set `argument` on one.",
+        )
+        for parameter in named
+        if parameter.default is parameter.empty and parameter.name not in given
+    ]
     return problems
 
 

@@ -283,3 +283,24 @@ def load_card(path: str | Path) -> ModelCard:
         problems: Sequence[Problem] = problems_of_validation(str(file), error, ModelCard)
         raise CardError(problems=problems) from error
     return card.model_copy(update={"path": file.resolve()})
+
+
+def save_card(card: ModelCard, file: Path) -> Path:
+    """Write a card so that it can be read from another folder: its paths become absolute."""
+    raw: dict[str, Any] = card.model_dump(mode="json", exclude_defaults=True)
+    target, _, function = card.factory.rpartition(":")
+    if target.endswith(".py"):
+        raw["factory"] = f"{_absolute(card, target)}:{function}"
+    data = raw.get("data", {})
+    for split in ("train", "validation", "test"):
+        if data.get(split):
+            data[split] = _absolute(card, data[split])
+    if card.checkpoint:
+        raw["checkpoint"] = _absolute(card, card.checkpoint)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(raw, sort_keys=False, width=100), encoding="utf-8")
+    return file
+
+
+def _absolute(card: ModelCard, path: str) -> str:
+    return path if "://" in path else str((card.folder / path).resolve())

@@ -161,7 +161,9 @@ def _read_torch(file: Path) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refuse_pickle(file, str(error), is_zip) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # bytes that are no pickle fail anywhere in the unpickler
         if "TorchScript" in str(error):
             raise _refuse(
                 file,

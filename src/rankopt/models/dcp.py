@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from rankopt.errors import CheckpointError, Problem
@@ -61,7 +65,7 @@ class _SafeReader(FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise ValueError("no index in it")
         if metadata.storage_meta is None:
-            metadata.storage_meta = self.storage_meta()
+            metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -85,10 +89,11 @@ def read_distributed(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     reader = _SafeReader(str(folder))
     metadata = _read_index(folder, reader)
     names, group = _model_entries(folder, metadata)
-    state: dict[str, Any] = {}
-    for key in names:
-        entry = metadata.state_dict_metadata[key]
-        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key in names and isinstance(entry, TensorStorageMetadata)
+    }
     _check_shards(folder, metadata)
     try:
         _load_state_dict(
@@ -112,7 +117,9 @@ def _read_index(folder: Path, reader: _SafeReader) -> Metadata:
                 folder / ".metadata", "holds code; reading it would run it", name
             ) from error
         raise _refuse(folder / ".metadata", f"is damaged ({name})") from error
-    except (EOFError, ValueError, AttributeError, TypeError, IndexError, KeyError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a pickle's bytes can raise anything
         raise _refuse(folder / ".metadata", f"is damaged ({_first_line(error)})") from error
     return metadata
 

@@ -62,7 +62,8 @@ class HSTUBlock(nn.Module):
         weight_BASS = weight_BASS.masked_fill(~allowed_BSS.unsqueeze(1), 0.0)
         gathered_BSD = (weight_BASS @ values_BASK).transpose(1, 2).reshape(size, positions, width)
         update_BSD = self.transform(self.gathered_norm(gathered_BSD) * gate_BSD)
-        return sequence_BSD + self.dropout(update_BSD)
+        updated: Tensor = sequence_BSD + self.dropout(update_BSD)
+        return updated
 
 
 class HSTU(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ class MLP(nn.Sequential):
             raise ValueError(f"an MLP needs an input and an output size; got {list(sizes)}")
         layers: list[nn.Module] = []
         last = len(sizes) - 2
-        for index, (width_in, width_out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for index, (width_in, width_out) in enumerate(pairwise(sizes)):
             layers.append(nn.Linear(width_in, width_out))
             if index < last or activate_last:
                 layers.append(make_activation(activation, width_out))
@@ -101,12 +102,12 @@ class EmbeddingBags(nn.Module):
                 DLRM does.
         """
         super().__init__()
-        self.bags = nn.ModuleList(
-            nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in num_ids
-        )
-        for rows, bag in zip(num_ids, self.bags, strict=True):
+        self.bags = nn.ModuleList()
+        for rows in num_ids:
+            bag = nn.EmbeddingBag(rows, embedding_dim, mode="sum")
             bound = init_scale or 1 / math.sqrt(rows)
             nn.init.uniform_(bag.weight, -bound, bound)
+            self.bags.append(bag)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         pooled = [bag(ids_BT[:, t : t + 1]) for t, bag in enumerate(self.bags)]

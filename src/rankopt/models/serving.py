@@ -128,7 +128,9 @@ def _pick(result: Any, output: Output, card: ModelCard) -> Tensor:
         raise CardError(
             problems=[
                 Problem(
-                    f"{card.where}: outputs[{output.name}]", "must be a tensor", type(picked).__name__
+                    f"{card.where}: outputs[{output.name}]",
+                    "must be a tensor",
+                    type(picked).__name__,
                 )
             ]
         )

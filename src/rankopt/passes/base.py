@@ -53,7 +53,7 @@ class Pass(BaseModel):
         requires, forbids, provides: facts about the bundle; order is checked from these alone.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: ClassVar[str]
     purpose: ClassVar[Purpose] = "latency"

@@ -92,6 +92,4 @@ def _config(configuration: Configuration) -> Any:
         return ao.Int8WeightOnlyConfig()
     if configuration == "float8_dynamic":
         return ao.Float8DynamicActivationFloat8WeightConfig()
-    return ao.IntxWeightOnlyConfig(
-        weight_dtype=torch.int4, granularity=ao.PerGroup(INT4_GROUP)
-    )
+    return ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(INT4_GROUP))

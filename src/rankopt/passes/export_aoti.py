@@ -59,7 +59,9 @@ class ExportAoti(Pass):
             return [Problem("target", str(error))]
         problems = []
         if target.device == "cuda" and not environment.gpus:
-            problems.append(Problem("target", "needs a CUDA device, and there is none", self.target))
+            problems.append(
+                Problem("target", "needs a CUDA device, and there is none", self.target)
+            )
         if environment.compiler is None:
             problems.append(
                 Problem(
@@ -91,5 +93,7 @@ def load_target(name: str) -> ExportTarget:
         return ExportTarget.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValidationError) as error:
         if isinstance(error, ValidationError):
-            raise RecipeError(problems=problems_of_validation(str(file), error, ExportTarget)) from error
+            raise RecipeError(
+                problems=problems_of_validation(str(file), error, ExportTarget)
+            ) from error
         raise RecipeError(f"{file}: is not readable YAML: {error}") from error

@@ -53,16 +53,12 @@ class FuseEmbeddings(Pass):
                 batches[name] = batch
                 changed = True
 
-        fused = bundle.edit(
-            rewrite, batches=batches, provided=bundle.provided | self.provides
-        )
+        fused = bundle.edit(rewrite, batches=batches, provided=bundle.provided | self.provides)
         return fused if changed else bundle
 
     def _choose(self, lookups: list[Lookup], context: PassContext) -> list[Lookup]:
         names = list(dict.fromkeys(lookup.table for lookup in lookups))
-        wanted = resolve(
-            names, self.rules, True, where="fuse_embeddings.rules", noun="table"
-        )
+        wanted = resolve(names, self.rules, True, where="fuse_embeddings.rules", noun="table")
         chosen = []
         for lookup in lookups:
             if not wanted[lookup.table] or lookup.form not in self.forms:

@@ -93,7 +93,7 @@ def add_constant(module: GraphModule, name: str, value: Tensor) -> str:
 
 
 def owner(name: str) -> str:
-    """Turn a weight's name into its table's or layer's: `model.tables.user.weight` -> `tables.user`."""
+    """Turn a weight's name into its table's or layer's: `model.tables.user.weight` is `tables.user`."""
     return name.removeprefix(PREFIX).removesuffix(".weight")
 
 

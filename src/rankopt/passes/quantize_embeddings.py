@@ -28,7 +28,12 @@ from rankopt.tables import (
     table_weight,
 )
 
-FINER: dict[TableDtype, TableDtype] = {"int2": "int4", "int4": "int8", "int8": "fp16", "fp16": "fp32"}
+FINER: dict[TableDtype, TableDtype] = {
+    "int2": "int4",
+    "int4": "int8",
+    "int8": "fp16",
+    "fp16": "fp32",
+}
 
 
 class QuantizeEmbeddings(Pass):
@@ -76,9 +81,7 @@ class QuantizeEmbeddings(Pass):
                 batches[name] = _requantise(module, name, bundle.batches[name], dtypes)
             _quantise_lookups(module, lookups, dtypes, batches, context)
 
-        quantised = bundle.edit(
-            rewrite, batches=batches, provided=bundle.provided | self.provides
-        )
+        quantised = bundle.edit(rewrite, batches=batches, provided=bundle.provided | self.provides)
         return quantised if changed else bundle
 
     def _dtypes(

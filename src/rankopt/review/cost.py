@@ -6,13 +6,17 @@ busy, not of one that keeps a latency target under arriving traffic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rankopt.review.schema import Cost
 from rankopt.units import NS_PER_S, usd_per_million
+
+if TYPE_CHECKING:
+    from rankopt.bench.samples import BlockRecord
 
 NUM_RESAMPLES = 2_000
 MIN_BLOCKS = 8
@@ -31,6 +35,17 @@ class BlockTimes:
 
     num_rows: Sequence[int]
     duration_ns: Sequence[float]
+
+    @classmethod
+    def of(cls, records: Iterable[BlockRecord], arm: str, batch_size: int) -> BlockTimes:
+        """Collect one arm's turns at one batch size, in the order of the blocks."""
+        turns = sorted(
+            (record for record in records if (record.arm, record.batch_size) == (arm, batch_size)),
+            key=lambda record: record.block,
+        )
+        return cls(
+            [len(turn.latency_ns) * batch_size for turn in turns], [turn.wall_ns for turn in turns]
+        )
 
     def usable(self) -> bool:
         """Say whether there is at least one block, each with rows and a finite time above 0."""

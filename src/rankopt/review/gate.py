@@ -46,7 +46,7 @@ def relation(verdict: Verdict, *, met: str, missed: str) -> str:
     """Pick the words that join an interval to its limit."""
     if verdict == "pass":
         return met
-    return missed if verdict == "fail" else "its interval holds the limit of"
+    return missed if verdict == "fail" else "and the interval straddles the limit of"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rankopt.errors import (
     Problem,
     nearest,
 )
+from rankopt.quality.metrics import METRICS
 from rankopt.review import wording
 from rankopt.review.gate import (
     Count,
@@ -58,23 +59,20 @@ class QualityGate(RootModel[Annotated[dict[str, Margin], Field(min_length=1)]], 
         return dict(self.root)
 
     def check(self, path: str, scope: Scope) -> list[Problem]:
-        known = wording.METRIC_TITLES
         return [
             Problem(
                 f"{scope.where}: {path}.{name}",
                 "is not a quality metric",
-                hint=nearest(wording.split_metric(name)[1], known),
+                hint=nearest(wording.split_metric(name)[1], METRICS),
             )
             for name in self.root
-            if wording.split_metric(name)[1] not in known
+            if wording.split_metric(name)[1] not in METRICS
         ]
 
     def judge(self, path: str, draft: Report) -> list[Finding]:
         findings = []
         for name, margin in self.root.items():
-            keys = [
-                key for key in draft.quality if name in (key, wording.split_metric(key)[1])
-            ]
+            keys = [key for key in draft.quality if name in (key, wording.split_metric(key)[1])]
             findings += [
                 self._judge_metric(f"{path}.{key}", key, margin, draft) for key in keys
             ] or [
@@ -89,9 +87,7 @@ class QualityGate(RootModel[Annotated[dict[str, Margin], Field(min_length=1)]], 
 
     def _judge_metric(self, gate: str, key: str, margin: float, draft: Report) -> Finding:
         parity = draft.quality[key]
-        # The metric arrives judged, perhaps by another margin than this one: it is judged again
-        # by the recipe's, and neither answer can soften the other.
-        verdict = worst([parity.verdict, _non_inferior(parity, margin)])
+        verdict = worst([parity.verdict, _non_inferior(key, parity, margin)])
         limit = wording.delta(key, margin, signed=False)
         shown = wording.delta_interval(key, parity)
         rows = wording.rows_of(parity, draft.statistics_unit)
@@ -99,20 +95,29 @@ class QualityGate(RootModel[Annotated[dict[str, Margin], Field(min_length=1)]], 
         row = ("quality", key)
         if parity.delta is None or shown is None:
             why = parity.reason or "no interval could be computed"
-            return Finding(gate, verdict, f"{title} is undecided on {rows}: {why}.", row)
+            state = "fails" if verdict == "fail" else "is undecided"
+            return Finding(gate, verdict, f"{title} {state} on {rows}: {why}.", row)
         words = relation(verdict, met="within the margin of", missed="beyond the margin of")
         text = (
             f"{title} changed by {wording.delta(key, parity.delta)} ({shown}), {words} {limit} "
-            f"where {parity.direction} is better, on {rows}"
+            f"({parity.direction} is better), on {rows}"
         )
         if verdict == "inconclusive" and parity.rows_to_decide:
             text += f"; about {wording.count(parity.rows_to_decide, 'row')} would decide it"
         return Finding(gate, verdict, f"{text}.", row)
 
 
-def _non_inferior(parity: MetricParity, margin: float) -> Verdict:
+def _non_inferior(key: str, parity: MetricParity, margin: float) -> Verdict:
+    # A metric arrives judged, perhaps by another margin than the recipe's: it is judged again here,
+    # and neither answer can soften the other.
     if parity.num_rows <= 0 or parity.delta is None:
         return "inconclusive"
+    metric = METRICS.get(wording.split_metric(key)[1])
+    if metric is not None and metric.target is not None:
+        # Nearer to a target is better on either side, which the interval of delta alone does not
+        # tell: only the answer by this margin, or by a tighter one, counts.
+        judged = parity.margin is not None and parity.margin <= margin
+        return parity.verdict if judged else "inconclusive"
     if parity.direction == "lower":
         return at_most(parity.ci_low, parity.ci_high, margin)
     return at_least(parity.ci_low, parity.ci_high, -margin)
@@ -161,9 +166,7 @@ class LatencyGate(Gate):
         ]
 
 
-def _judge_speedup(
-    rival: str, row: LatencyRow | BaselineRow, limit: float
-) -> tuple[Verdict, str]:
+def _judge_speedup(rival: str, row: LatencyRow | BaselineRow, limit: float) -> tuple[Verdict, str]:
     samples = wording.count(row.num_samples, "timed call")
     shown = wording.ratio_interval(row.ci_low, row.ci_high)
     if row.speedup is None or shown is None:
@@ -430,9 +433,7 @@ class Gates(_Fields):
     def check(self, scope: Scope) -> list[Problem]:
         """List every gate that the plan could not decide, before anything is run."""
         return [
-            problem
-            for path, gate in self.each()
-            for problem in gate.check(f"gates.{path}", scope)
+            problem for path, gate in self.each() for problem in gate.check(f"gates.{path}", scope)
         ]
 
 

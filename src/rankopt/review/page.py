@@ -39,6 +39,7 @@ class Row:
 
     cells: tuple[Cell, ...]
     verdict: Verdict | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,7 @@ def _headline(report: Report) -> str:
 
 def _tiles(report: Report) -> list[Tile]:
     tiles = []
-    gated = [key for key, parity in report.quality.items() if parity.margin]
-    for key in (gated or list(report.quality))[:1]:
+    for key in (_gated(report) or list(report.quality))[:1]:
         parity = report.quality[key]
         note = wording.delta_interval(key, parity) or parity.reason or wording.MISSING
         title = f"{wording.metric_title(key)}, change"
@@ -140,18 +140,18 @@ def _tiles(report: Report) -> list[Tile]:
     rows = [row for row in report.latency if row.verdict] or report.latency
     rows = rows if len(rows) <= 2 else [rows[0], rows[-1]]
     for row in rows:
-        note = wording.ratio_interval(row.ci_low, row.ci_high) or "no interval"
+        shown = wording.ratio_interval(row.ci_low, row.ci_high) or "no interval"
         label = f"Speed-up at batch {row.batch_size}"
-        tiles.append(Tile(label, wording.ratio(row.speedup), note, row.verdict))
+        tiles.append(Tile(label, wording.ratio(row.speedup), shown, row.verdict))
     size = report.size
     if size.control_bytes and size.candidate_bytes:
         note = f"{wording.size(size.control_bytes)} to {wording.size(size.candidate_bytes)}, exact"
         times = wording.ratio(size.control_bytes / size.candidate_bytes)
-        tiles.append(Tile("Stored weights", f"{times} smaller", note))
+        tiles.append(Tile("Stored weights, smaller by", times, note))
     if report.cost.ratio is not None:
-        note = wording.ratio_interval(report.cost.ratio_low, report.cost.ratio_high)
-        value = wording.ratio(report.cost.ratio)
-        tiles.append(Tile("Cost against control", value, note or "no interval"))
+        cost = report.cost
+        shown = wording.ratio_interval(cost.ratio_low, cost.ratio_high) or "no interval"
+        tiles.append(Tile("Cost against control", wording.ratio(cost.ratio), shown))
     return tiles
 
 
@@ -178,6 +178,7 @@ def _duration(value_ns: float | None, low_ns: float | None, high_ns: float | Non
 
 def _quality(report: Report) -> list[Row]:
     rows = []
+    gated = _gated(report)
     for key, parity in report.quality.items():
         shown = _bare(wording.delta_interval(key, parity))
         cells = _cells(
@@ -189,8 +190,15 @@ def _quality(report: Report) -> list[Row]:
             parity.direction,
             wording.rows_of(parity, report.statistics_unit),
         )
-        rows.append(Row(cells, parity.verdict if parity.margin else None))
+        # A metric without a gate does not enter the verdict, but a bad one is not hidden either.
+        note = None if key in gated else "not gated"
+        rows.append(Row(cells, parity.verdict if parity.margin else None, note))
     return rows
+
+
+def _gated(report: Report) -> list[str]:
+    names = {result.gate for result in report.gates}
+    return [key for key in report.quality if f"quality.{key}" in names]
 
 
 def _latency(row: LatencyRow) -> Row:
@@ -289,8 +297,8 @@ def _limits(report: Report) -> list[str]:
         )
     if report.latency:
         limits.append(
-            "Latency is closed-loop: one call at a time, with no queue of waiting requests. It does "
-            "not say how the tail behaves under arriving traffic."
+            "Latency is closed-loop: one call at a time, with no queue of waiting requests. It "
+            "does not say how the tail behaves under arriving traffic."
         )
     lacking = [str(row.batch_size) for row in report.latency if row.candidate_p99_ns is None]
     if lacking:
@@ -306,7 +314,7 @@ def _limits(report: Report) -> list[str]:
             f"Cost is {cost.load_model} at batch {cost.batch_size}: a machine kept busy at "
             f"{wording.usd(cost.price_per_hour)} an hour."
         )
-    loose = [wording.metric_title(k) for k, parity in report.quality.items() if not parity.margin]
+    loose = [wording.metric_title(key) for key in report.quality if key not in _gated(report)]
     if loose:
         limits.append(f"Shown but not gated: {', '.join(loose)}.")
     return limits

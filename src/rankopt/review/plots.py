@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from rankopt.review import wording
-from rankopt.review.schema import CalibrationPoint, LatencyRow, Report
+from rankopt.review.schema import BaselineRow, CalibrationPoint, LatencyRow, Report
 from rankopt.units import NS_PER_MS, format_duration
 
 CONTROL_COLOUR = "#7d8794"
@@ -97,7 +97,8 @@ def _forest(report: Report) -> Figure | None:
 
 
 def _speedup(report: Report) -> Figure | None:
-    series: list[tuple[str, str, str, Sequence[Any]]] = [
+    rows: Sequence[LatencyRow | BaselineRow]
+    series: list[tuple[str, str, str, Sequence[LatencyRow | BaselineRow]]] = [
         ("over control", CANDIDATE_COLOUR, "circle", report.latency)
     ]
     for index, arm in enumerate(_baseline_arms(report)):
@@ -110,9 +111,7 @@ def _speedup(report: Report) -> Figure | None:
         trace = _line(
             name, colour, symbol, [row.batch_size for row in known], [r.speedup for r in known]
         )
-        trace["error_y"] = _error_bars(
-            [(row.speedup, row.ci_low, row.ci_high) for row in known]
-        )
+        trace["error_y"] = _error_bars([(row.speedup, row.ci_low, row.ci_high) for row in known])
         trace["hovertext"] = [
             f"{name}, batch {row.batch_size}: {wording.ratio(row.speedup)}<br>"
             f"{wording.ratio_interval(row.ci_low, row.ci_high) or 'no interval'}"
@@ -294,7 +293,7 @@ def _error_bars(ends: Sequence[Sequence[float | None]]) -> dict[str, Any]:
 
 def _log_ticks(data: Sequence[Trace]) -> dict[str, Any]:
     # Plotly labels a logarithmic axis "2, 5, 10, 2"; whole durations read better.
-    values = [value for trace in data for value in trace["y"] if value]
+    values = [value for trace in data for value in trace["y"] if value and value > 0]
     if not values:
         return {}
     powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -95,7 +94,7 @@ def to_markdown(report: Report) -> str:
     """Write a report as Markdown for a pull request or a ticket."""
     environment = _environment(autoescape=False, finalize=_markdown_text)
     environment.filters["verbatim"] = _Verbatim
-    environment.filters["code"] = lambda text: _Verbatim(f"`{text.replace('`', '')}`")
+    environment.filters["code"] = _code
     return _render(report, "report.md.j2", environment)
 
 
@@ -104,7 +103,7 @@ def to_html(report: Report) -> str:
     return _render(
         report,
         "report.html.j2",
-        _environment(autoescape=True),
+        _environment(autoescape=True, finalize=_unbroken_percent),
         figures=figures(report),
         plotly_js=Markup(_plotly_js()),
     )
@@ -132,8 +131,18 @@ def _environment(*, autoescape: bool, finalize: Any = None) -> jinja2.Environmen
     )
 
 
+def _unbroken_percent(value: Any) -> Any:
+    # A line that ends in "95" and one that starts with "% interval" are hard to read.
+    plain = isinstance(value, str) and not isinstance(value, Markup)
+    return value.replace(" %", "\u00a0%") if plain else value
+
+
 class _Verbatim(str):
     """Text that is Markdown already."""
+
+
+def _code(text: str) -> _Verbatim:
+    return _Verbatim(f"`{' '.join(text.replace('`', '').split())}`")
 
 
 def _markdown_text(value: Any) -> Any:
@@ -147,8 +156,9 @@ def _markdown_text(value: Any) -> Any:
 
 
 def _plotly_js() -> str:
-    # Looked up by name: plotly carries no types, and its Python half is not needed.
-    return str(importlib.import_module("plotly.offline").get_plotlyjs())
+    from plotly.offline import get_plotlyjs  # the rest of this module needs none of plotly
+
+    return str(get_plotlyjs())
 
 
 def _plain(value: Any) -> Any:

@@ -23,9 +23,9 @@ class _Frozen(BaseModel):
     def _not_finite_is_missing(cls, value: Any) -> Any:
         # JSON has no NaN, and a NaN compares as neither within nor beyond a limit: as None it is
         # what it means, not measured, and no gate can pass on it.
-        if isinstance(value, Real) and not isinstance(value, int) and not math.isfinite(value):
-            return None
-        return value
+        if isinstance(value, int):  # it may be too large for a float
+            return value
+        return None if isinstance(value, Real) and not math.isfinite(value) else value
 
 
 class MetricParity(_Frozen):

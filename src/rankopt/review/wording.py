@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
+from rankopt.quality.metrics import METRICS
 from rankopt.review.schema import MetricParity
 from rankopt.units import format_bytes, format_duration
 
 MISSING = "not measured"
-RELATIVE_METRICS = frozenset({"ne", "log_loss"})
-"""Metrics whose delta is candidate / control - 1; the others are plain differences."""
-
-METRIC_TITLES = {
-    "ne": "Normalized entropy",
-    "log_loss": "Log loss",
-    "auc": "AUC",
-    "calibration": "Calibration",
-}
 
 
 def split_metric(key: str) -> tuple[str | None, str]:
@@ -26,7 +18,8 @@ def split_metric(key: str) -> tuple[str | None, str]:
 def metric_title(key: str) -> str:
     """Name a metric for a reader: `click.ne` reads `Normalized entropy (click)`."""
     output, metric = split_metric(key)
-    title = METRIC_TITLES.get(metric, metric)
+    title = METRICS[metric].title if metric in METRICS else metric
+    title = title[:1].upper() + title[1:]
     return f"{title} ({output})" if output else title
 
 
@@ -35,7 +28,8 @@ def delta(key: str, value: float | None, *, signed: bool = True) -> str:
     if value is None:
         return MISSING
     sign = "+" if signed else ""
-    if split_metric(key)[1] in RELATIVE_METRICS:
+    metric = METRICS.get(split_metric(key)[1])
+    if metric and metric.delta == "relative":
         return f"{value * 100:{sign}.3f} %"
     return f"{value:{sign}.5f}"
 

@@ -197,7 +197,7 @@ class _Trainer:
             raise UsageError(problems=[problem])
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         for optimizer in self.optimizers:
             optimizer.step()
         self.num_rows_seen += batch.num_rows
@@ -206,11 +206,15 @@ class _Trainer:
     def _evaluate(self, epoch: int, losses: list[float]) -> bool:
         """Measure validation NE and keep the weights if it is the best; True to stop."""
         judged = self._judge(self.validation)
-        ne = float(np.mean([item["ne"] for item in judged.values()]))
-        auc_mean = float(np.mean([item["auc"] for item in judged.values()]))
-        point = {"epoch": epoch, "num_rows_seen": self.num_rows_seen}
-        point |= {"train_loss": float(np.mean(losses)), "validation_ne": ne}
-        self.curve.append({**point, "validation_auc": auc_mean})
+        ne, auc_mean = self._mean(judged, "ne"), self._mean(judged, "auc")
+        point: dict[str, float | int] = {
+            "epoch": epoch,
+            "num_rows_seen": self.num_rows_seen,
+            "train_loss": float(np.mean(losses)),
+            "validation_ne": ne,
+            "validation_auc": auc_mean,
+        }
+        self.curve.append(point)
         if ne < self.best_ne:
             self.best_ne, self.num_worse = ne, 0
             state = self.module.state_dict()
@@ -224,6 +228,14 @@ class _Trainer:
         )
         self.serving.train()
         return self.num_worse >= self.settings.patience
+
+    def _mean(self, judged: Metrics, name: str) -> float:
+        values = [item[name] for item in judged.values()]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            what = "must hold labels of both classes: without, no NE can say when to stop"
+            raise DataError(problems=[Problem(self.validation.name, what)])
+        return float(np.mean(known))
 
     def _judge(self, source: RowSource, limit: int | None = None) -> Metrics:
         self.serving.eval()

@@ -33,19 +33,19 @@ def make_optimizers(module: nn.Module, settings: TrainSettings) -> list[Optimize
 
 def _sparse_tables(module: nn.Module) -> list[nn.Parameter]:
     """Find the tables whose only use is lookup, and have them produce sparse gradients."""
-    holders: dict[int, list[nn.Module]] = {}
+    holders: dict[int, tuple[nn.Parameter, list[nn.Module]]] = {}
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append(owner)
+            holders.setdefault(id(parameter), (parameter, []))[1].append(owner)
     tables: dict[int, nn.Parameter] = {}
-    for owners in holders.values():
+    for parameter, owners in holders.values():
         # A table tied to a dense layer gets dense gradients from there; the two do not add up.
         if not all(_allows_sparse(owner) for owner in owners):
             continue
         for owner in owners:
-            if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.weight.requires_grad:
+            if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and parameter.requires_grad:
                 owner.sparse = True
-                tables[id(owner.weight)] = owner.weight
+                tables[id(parameter)] = parameter
     return list(tables.values())
 
 

@@ -1,0 +1,71 @@
+"""`rankopt run`: optimize, compare and review in one go."""
+
+from __future__ import annotations
+
+import typer
+
+from rankopt.cli.console import (
+    AsJson,
+    Checkpoint,
+    Data,
+    Local,
+    Model,
+    Out,
+    Overwrite,
+    Plan,
+    Price,
+    Progress,
+    RayAddress,
+    Recipe,
+    Resume,
+    Slo,
+    Threads,
+    show_verdict,
+)
+
+app = typer.Typer()
+
+
+@app.command()
+def run(
+    recipe: Recipe,
+    model: Model,
+    out: Out,
+    checkpoint: Checkpoint = None,
+    data: Data = None,
+    plan: Plan = "ab-default",
+    price_per_hour: Price = None,
+    slo_p99_ms: Slo = None,
+    num_threads: Threads = None,
+    ray_address: RayAddress = None,
+    local: Local = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Optimize a model, compare it with the original, and write the launch review.
+
+    OUT gets artifact/, baseline/ (the model exported as it is), report.json, report.md and
+    report.html. Exit code: 0 pass, 1 fail, 3 inconclusive.
+    """
+    with Progress() as progress:
+        progress.step("loading PyTorch")
+        from rankopt import api
+
+        report = api.run(
+            recipe,
+            model,
+            checkpoint,
+            data,
+            out=out,
+            plan=plan,
+            price_per_hour=price_per_hour,
+            slo_p99_ns=api.to_ns(slo_p99_ms),
+            backend=api.choose_backend(ray_address, local=local),
+            overwrite=overwrite,
+            resume=resume,
+            num_threads=num_threads,
+            progress=progress.step,
+            detail=progress.update,
+        )
+    raise typer.Exit(show_verdict(report, out, as_json=as_json))

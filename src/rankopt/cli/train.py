@@ -1,0 +1,99 @@
+"""`rankopt train`: a model card's module, trained to a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rankopt.cli.console import AsJson, Data, Out, Overwrite, Progress, print_json
+from rankopt.errors import UsageError
+
+if TYPE_CHECKING:
+    from rankopt.train.settings import TrainSettings
+
+app = typer.Typer()
+
+Card = Annotated[str, typer.Argument(help="A model card: a path, or a name in models/.")]
+Recipe = Annotated[
+    str | None, typer.Option("--recipe", help="A training recipe: one of train_* passes only.")
+]
+Epochs = Annotated[int | None, typer.Option("--epochs", help="At most so many passes.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Rows per step.")]
+LearningRate = Annotated[float | None, typer.Option("--learning-rate", help="Of the optimizer.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Of initial weights and row order.")]
+Threads = Annotated[int | None, typer.Option("--num-threads", help="Threads of PyTorch.")]
+
+
+@app.command()
+def train(
+    card: Card,
+    out: Out,
+    recipe: Recipe = None,
+    data: Data = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    learning_rate: LearningRate = None,
+    seed: Seed = None,
+    num_threads: Threads = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model card's module to a checkpoint.
+
+    OUT gets card.yaml (ready for `rankopt optimize --model`), checkpoint.safetensors and
+    metrics.json. A flag goes before the card's `train:` settings.
+    """
+    from rankopt.models.card import load_card
+
+    loaded = load_card(card)
+    flags = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "num_threads": num_threads,
+    }
+    settings = _settings(loaded.train, flags)
+    if recipe is not None:
+        from rankopt.train.recipes import require_training_recipe
+
+        require_training_recipe(recipe)
+    with Progress() as progress:
+        progress.step("loading PyTorch")
+        from rankopt.data.splits import open_splits
+        from rankopt.train.loop import train as train_model
+
+        progress.step("opening the rows")
+        splits = open_splits(loaded, data)
+        progress.step(f"training {loaded.name}")
+        result = train_model(loaded, splits, out, settings, progress.note, overwrite=overwrite)
+    if as_json:
+        print_json({"card": str(result.card), **result.metrics})
+        return
+    for name, metrics in result.metrics["test"].items():
+        typer.echo(f"test, {name}: {', '.join(_cells(metrics))}")
+    typer.echo(f"card: {result.card}")
+
+
+def _settings(defaults: TrainSettings, flags: dict[str, Any]) -> TrainSettings:
+    """Put flags over the card's settings, refusing values the schema does not allow."""
+    from pydantic import ValidationError
+
+    from rankopt.problems import problems_of_validation
+    from rankopt.train.settings import TrainSettings
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return TrainSettings.model_validate({**defaults.model_dump(), **given})
+    except ValidationError as error:
+        problems = problems_of_validation("rankopt train", error, TrainSettings)
+        raise UsageError(problems=problems) from error
+
+
+def _cells(metrics: dict[str, float | int | None]) -> list[str]:
+    names = {"ne": "NE", "auc": "AUC", "log_loss": "log loss", "calibration": "calibration"}
+    cells = [
+        f"{title} {metrics[name]:.4f}" for name, title in names.items() if metrics[name] is not None
+    ]
+    return [*cells, f"{metrics['num_rows']:,} rows"]

@@ -1,0 +1,225 @@
+"""Run a recipe's passes over a model, measure each, and keep what earns its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankopt.artifact.verify import verify_artifact
+from rankopt.bundle import ModelBundle
+from rankopt.environment import Environment
+from rankopt.errors import ArtifactError, ExportError, RecipeError
+from rankopt.passes.base import Pass, PassContext
+from rankopt.passes.decision import decide, missed_gates, slow_byte_savers
+from rankopt.passes.trial import Trial, TrialBench, TrialTimes
+from rankopt.recipe import Recipe
+from rankopt.review.schema import LatencyRow, PassRecord
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """What a recipe made of a model.
+
+    Attributes:
+        artifact: the proven artifact folder, still in the work folder.
+        baseline: the same model through the export pass alone; None when choices were replayed.
+        records: one per pass, in order.
+    """
+
+    artifact: Path
+    baseline: Path | None
+    records: tuple[PassRecord, ...]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A rewriting pass that has been applied, and what was seen of it."""
+
+    trial: Trial
+    record: PassRecord
+    against_control: tuple[LatencyRow, ...] = ()
+
+
+def run_pipeline(
+    recipe: Recipe,
+    bundle: ModelBundle,
+    bench: TrialBench,
+    environment: Environment,
+    workdir: Path,
+    *,
+    choices: Sequence[PassRecord] | None = None,
+    progress: Progress = lambda _: None,
+) -> PipelineResult:
+    """Apply, measure, decide; compile and prove what is left.
+
+    Args:
+        recipe: already checked against this machine and card.
+        bundle: the exported model.
+        bench: compiles and times trials.
+        environment: of this machine.
+        workdir: for trials; the artifact lies in it until the caller moves it.
+        choices: records of an earlier run whose decisions are taken over without timing.
+        progress: told one line per step.
+
+    Raises:
+        ExportError: the model as it is does not compile.
+        SelectorError: a pass's selector matches nothing.
+        ArtifactError: the finished artifact failed its own checks.
+    """
+    rewrites = [step for step in recipe.passes if step.purpose != "artifact"]
+    export = next(step for step in recipe.passes if step.purpose == "artifact")
+    if choices is not None:
+        artifact, records = _replay(rewrites, bundle, bench, environment, workdir, choices)
+        return _finish(artifact, None, records, export, progress)
+    baseline = bench.compile(bundle, "baseline")
+    current, records, latest = baseline, list[PassRecord](), tuple[LatencyRow, ...]()
+    for step in rewrites:
+        progress(f"{step.kind}: rewriting")
+        done = _measure(step, current, bench, environment, workdir)
+        records.append(done.record)
+        if done.record.kept:
+            current, latest = done.trial, done.against_control
+    slow = slow_byte_savers(records, [step.purpose for step in rewrites])
+    missed = missed_gates(recipe.gates, latest)
+    if slow and missed and recipe.objective != "bytes":
+        records = [
+            _dropped(record, missed) if index in slow else record
+            for index, record in enumerate(records)
+        ]
+        progress("building again without the passes that cost the latency gate")
+        current, records = _replay(rewrites, bundle, bench, environment, workdir, records)
+    return _finish(current, baseline, records, export, progress)
+
+
+def _measure(
+    step: Pass, current: Trial, bench: TrialBench, environment: Environment, workdir: Path
+) -> _Step:
+    context = PassContext(environment, workdir)
+    started_ns = time.perf_counter_ns()
+    before = current.bundle
+    blank = PassRecord(kind=step.kind, changed=False, kept=False, reason="")
+    try:
+        after = step.apply(before, context)
+        record = blank.model_copy(
+            update={
+                "bytes_before": before.size_bytes,
+                "bytes_after": after.size_bytes,
+                "details": tuple(context.notes),
+                "changed": after is not before,
+            }
+        )
+        if after is before:
+            reason = "changed nothing: " + (context.notes[0] if context.notes else "no match")
+            return _Step(current, _timed(record, started_ns, reason=reason))
+        trial = bench.compile(after, step.kind)
+    except ExportError as error:
+        reason = f"dropped, it does not compile here: {str(error).splitlines()[0]}"
+        return _Step(current, _timed(blank, started_ns, reason=reason))
+    times = bench.time(current, trial, step.kind)
+    kept, reason = decide(step.purpose, times.gain, before.size_bytes, after.size_bytes)
+    record = _with_times(record, times, largest_drift(before, after))
+    return _Step(
+        trial if kept else current,
+        _timed(record, started_ns, reason=reason, kept=kept),
+        times.against_control,
+    )
+
+
+def _with_times(record: PassRecord, times: TrialTimes, drift: float) -> PassRecord:
+    return record.model_copy(
+        update={
+            "measured_speedup": times.gain.speedup,
+            "ci_low": times.gain.ci_low,
+            "ci_high": times.gain.ci_high,
+            "max_abs_drift": drift,
+        }
+    )
+
+
+def _timed(record: PassRecord, started_ns: int, *, reason: str, kept: bool = False) -> PassRecord:
+    return record.model_copy(
+        update={
+            "reason": reason,
+            "kept": kept,
+            "duration_ns": time.perf_counter_ns() - started_ns,
+        }
+    )
+
+
+def _dropped(record: PassRecord, missed: Sequence[str]) -> PassRecord:
+    reason = f"dropped although it saves bytes: with it the candidate reaches {'; '.join(missed)}"
+    return record.model_copy(update={"kept": False, "reason": reason})
+
+
+def _replay(
+    rewrites: Sequence[Pass],
+    bundle: ModelBundle,
+    bench: TrialBench,
+    environment: Environment,
+    workdir: Path,
+    choices: Sequence[PassRecord],
+) -> tuple[Trial, list[PassRecord]]:
+    """Apply the passes that were kept, without timing anything."""
+    if [step.kind for step in rewrites] != [record.kind for record in choices]:
+        raise RecipeError(
+            f"the choices are for the passes {[record.kind for record in choices]}, and the "
+            f"recipe has {[step.kind for step in rewrites]}. Give the passes.json of this recipe."
+        )
+    current = bundle
+    records = []
+    for step, record in zip(rewrites, choices, strict=True):
+        if record.kept:
+            context = PassContext(environment, workdir)
+            current = step.apply(current, context)
+            record = record.model_copy(update={"details": tuple(context.notes)})
+        records.append(record)
+    return bench.compile(current, "chosen"), records
+
+
+def _finish(
+    current: Trial,
+    baseline: Trial | None,
+    records: Sequence[PassRecord],
+    export: Pass,
+    progress: Progress,
+) -> PipelineResult:
+    progress("proving the artifact in a fresh process")
+    started_ns = time.perf_counter_ns()
+    verification = verify_artifact(current.artifact)
+    if not verification.passed:
+        raise ArtifactError(
+            "the artifact was compiled but failed its checks, so nothing was written: "
+            + "; ".join(verification.problems)
+        )
+    size_bytes = current.bundle.size_bytes
+    record = PassRecord(
+        kind=export.kind,
+        changed=True,
+        kept=True,
+        reason=f"ran in a fresh process at batch {', '.join(map(str, verification.batch_sizes))}",
+        bytes_before=size_bytes,
+        bytes_after=size_bytes,
+        duration_ns=time.perf_counter_ns() - started_ns,
+        details=() if verification.rows_alone_equal else (ROWS_DIFFER,),
+    )
+    return PipelineResult(
+        artifact=current.artifact,
+        baseline=baseline.artifact if baseline else None,
+        records=(*records, record),
+    )
+
+
+ROWS_DIFFER = (
+    "a row scored alone and inside a batch differs in its last bits: an fp32 matrix product that "
+    "no pass replaced sums in another order for another batch size"
+)
+
+
+def largest_drift(before: ModelBundle, after: ModelBundle) -> float:
+    """Return the largest change of any score between two bundles, on the same sample rows."""
+    left, right = before.run(), after.run()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)

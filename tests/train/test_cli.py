@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from rankopt.cli.main import main
+from rankopt.data.synthetic import SyntheticOptions, generate
+
+
+@pytest.fixture
+def card(tmp_path):
+    options = SyntheticOptions(
+        num_train=600, num_validation=300, num_test=300, num_dense=2, num_tables=2, ids_per_table=9
+    )
+    generate(options, tmp_path / "data")
+    raw = {
+        "name": "tiny",
+        "factory": "rankopt.models.deepfm:DeepFM",
+        "config": {"num_ids": [9, 9], "num_dense": 2, "embedding_dim": 4, "deep_mlp": [8]},
+        "inputs": [
+            {"name": "dense", "kind": "dense", "columns": ["I1", "I2"]},
+            {"name": "sparse", "kind": "ids", "columns": ["C1", "C2"], "num_ids": 9},
+        ],
+        "outputs": [{"name": "click", "label": "label"}],
+        "data": {name: f"data/{name}.parquet" for name in ("train", "validation", "test")},
+        "train": {"epochs": 2, "batch_size": 100},
+    }
+    (tmp_path / "card.yaml").write_text(yaml.safe_dump(raw))
+    return tmp_path / "card.yaml"
+
+
+def test_flags_go_before_the_cards_settings_and_the_result_trains_again(card, tmp_path, capsys):
+    out = tmp_path / "runs" / "one"
+    assert (
+        main(["train", str(card), "--out", str(out), "--epochs", "1", "--seed", "5", "--json"]) == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["settings"]["epochs"] == 1
+    assert told["settings"]["batch_size"] == 100
+    assert told["seed"] == 5
+    assert told["card"] == str(out / "card.yaml")
+    # The card that was written names its rows from its own folder.
+    again = main(["train", str(out / "card.yaml"), "--out", str(tmp_path / "two")])
+    assert again == 0
+    assert "test, click: NE" in capsys.readouterr().out
+    first, second = (
+        json.loads((folder / "metrics.json").read_text()) for folder in (out, tmp_path / "two")
+    )
+    assert first["test"] == second["test"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--epochs", "0"], "epochs: input should be greater than 0"),
+        (["--learning-rate", "-1"], "learning_rate: input should be greater than 0"),
+        (["--batch-size", "1"], "batch_size: input should be greater than 1"),
+    ],
+)
+def test_a_value_not_allowed_is_bad_usage(card, tmp_path, capsys, flags, expected):
+    assert main(["train", str(card), "--out", str(tmp_path / "out"), *flags]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_of_serving_passes_is_refused(card, tmp_path, capsys):
+    recipe = tmp_path / "serve.yaml"
+    recipe.write_text("name: serve\npasses:\n  - quantize_dense: {}\n  - export_aoti: {}\n")
+    code = main(["train", str(card), "--recipe", str(recipe), "--out", str(tmp_path / "out")])
+    told = capsys.readouterr().err
+    assert code == 2
+    assert "passes[0]: must be a training pass (train_*); got 'quantize_dense'" in told
+    assert "passes[1]" in told
+    assert "rankopt optimize" in told
+
+
+def test_an_unknown_card_is_bad_usage(tmp_path, capsys):
+    assert main(["train", "din-movielen", "--out", str(tmp_path / "out")]) == 2
+    assert "din-movielens" in capsys.readouterr().err
