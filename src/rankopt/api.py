@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -314,22 +315,24 @@ def compare(
         OutputExistsError: `out` holds a result and `overwrite` is False.
     """
     job = _Comparison(control, candidate, checkpoint, gates, plan, baselines or {}, price_per_hour)
-    more = {
-        "data": data,
-        "slo_p99_ns": slo_p99_ns,
-        "backend": backend or RayBackend(),
-        "resume": resume,
-        "reproduce": reproduce or job.command(data, out),
-        "progress": progress,
-        "detail": detail,
-    }
-    if out is None:
-        import tempfile
 
+    def into(workdir: Path) -> Report:
+        return job.run(
+            workdir,
+            data=data,
+            slo_p99_ns=slo_p99_ns,
+            backend=backend or RayBackend(),
+            resume=resume,
+            reproduce=reproduce or job.command(data, out),
+            progress=progress,
+            detail=detail,
+        )
+
+    if out is None:
         with tempfile.TemporaryDirectory(prefix="rankopt-ab-") as folder:
-            return job.run(Path(folder), **more)
+            return into(Path(folder))
     with staged_output(Path(out), overwrite=overwrite, resume=resume, keep_partial=True) as stage:
-        report = job.run(stage / "ab", **more)
+        report = into(stage / "ab")
         write_report(report, stage)
     return report
 

@@ -89,7 +89,7 @@ def pack_rows(weight: Tensor, dtype: TableDtype) -> Tensor:
     if dtype == "fp16":
         return weight.half().view(torch.uint8)
     rows_at_once = max(1, MAX_ELEMENTS // max(1, weight.shape[1]))
-    blocks = [_quantise_block(block, BITS[dtype]) for block in weight.split(rows_at_once)]
+    blocks = [_quantise_block(block, BITS[dtype]) for block in torch.split(weight, rows_at_once)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 

@@ -13,18 +13,23 @@ BYTES_PER_GIB = 1 << 30
 
 def format_duration(duration_ns: float) -> str:
     """Write a duration in the unit that leaves one to three digits before the point."""
-    for size, unit in ((NS_PER_S, "s"), (NS_PER_MS, "ms"), (NS_PER_US, "us")):
-        if abs(duration_ns) >= size:
-            return f"{duration_ns / size:.3g} {unit}"
-    return f"{duration_ns:.3g} ns"
+    scale = ((NS_PER_S, "s"), (NS_PER_MS, "ms"), (NS_PER_US, "us"), (1, "ns"))
+    return _in_unit(duration_ns, scale, step=1000)
 
 
 def format_bytes(size_bytes: float) -> str:
     """Write a size in binary units: 1,536 bytes reads `1.5 KiB`."""
-    for size, unit in ((BYTES_PER_GIB, "GiB"), (BYTES_PER_MIB, "MiB"), (BYTES_PER_KIB, "KiB")):
-        if abs(size_bytes) >= size:
-            return f"{size_bytes / size:.3g} {unit}"
-    return f"{size_bytes:.0f} B"
+    scale = ((BYTES_PER_GIB, "GiB"), (BYTES_PER_MIB, "MiB"), (BYTES_PER_KIB, "KiB"), (1, "B"))
+    return _in_unit(size_bytes, scale, step=1024)
+
+
+def _in_unit(value: float, scale: tuple[tuple[int, str], ...], step: int) -> str:
+    for size, unit in scale:
+        # Half a digit below the next unit already rounds up to it: 999.7 us is 1 ms.
+        if abs(value) >= size * (1 - 0.5 / step) or size == 1:
+            shown = value / size
+            return f"{shown:.0f} {unit}" if abs(shown) >= 999.5 else f"{shown:.3g} {unit}"
+    raise ValueError("the scale has no smallest unit")
 
 
 def parse_fraction(value: str | float) -> float:

@@ -160,7 +160,7 @@ class TestProblems:
             history=[[1], [2, None], [10]],
             label=[0, 1, 2],
         )
-        found = self.problems(card, data, source_name="x.parquet", first_row=100)
+        found = self.problems(card, data, source_name="x.parquet", row_numbers=np.arange(100, 103))
         text = "\n".join(found)
         assert len(found) == 6
         assert "x.parquet: column 'x', row 101: must not be missing or NaN" in text
@@ -226,8 +226,22 @@ class TestProblems:
 
     def test_the_request_key_must_be_there(self, make_card: MakeCard) -> None:
         card = make_card(IDS, request_key="user")
-        (found,) = self.problems(card, batch(item=[1, 2], label=[0, 1], user=[1, None]))
-        assert "column 'user', row 1: is the request key" in found
+        for user in ([1, None], [1.0, math.nan], ["a", None]):
+            (found,) = self.problems(card, batch(item=[1, 2], label=[0, 1], user=user))
+            assert "column 'user', row 1: is the request key" in found
+
+    def test_the_request_key_must_be_one_value(self, make_card: MakeCard) -> None:
+        card = make_card(IDS, request_key="user")
+        structs = pa.array([{"k": 1}])
+        (found,) = self.problems(card, batch(item=[1], label=[0], user=structs))
+        assert "column 'user': must be text or a number, being the request key" in found
+
+    def test_lists_of_no_numbers(self, make_card: MakeCard) -> None:
+        for history, got in (([["a"]], "got 'a'"), ([[[1]]], "got 'type list<item: list")):
+            (found,) = self.problems(make_card(HISTORY), batch(history=history, label=[0]))
+            assert "column 'history'" in found
+            assert "must hold whole numbers" in found
+            assert got in found
 
 
 class TestSources:

@@ -31,6 +31,7 @@ def test_agrees_with_its_definition() -> None:
     [
         pa.array([7, -12, 0], pa.int32()),
         pa.array([7.0, -12.0, 0.0]),
+        pa.array([7.0, -12.0, -0.0], pa.float32()),
         pa.array(["7", "-12", "0"]),
         pa.array(["7", "-12", "0"]).dictionary_encode(),
     ],
@@ -38,6 +39,12 @@ def test_agrees_with_its_definition() -> None:
 )
 def test_a_key_hashes_alike_whatever_its_type(keys: pa.Array) -> None:
     assert stable_hash(keys).tolist() == [reference(text) for text in ("7", "-12", "0")]
+
+
+def test_floats_hash_by_value_and_not_by_their_neighbours() -> None:
+    keys = pa.array([10.0**15, 1.5, 10.0**20, None, float("nan")])
+    texts = [str(10**15), "1.5", "1e+20", "", "nan"]
+    assert stable_hash(keys).tolist() == [reference(text) for text in texts]
 
 
 def test_no_rows_and_null_rows() -> None:

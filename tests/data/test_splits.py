@@ -120,6 +120,19 @@ class TestOverride:
         of_data_set = make_card(IDS, source="movielens", options={"history_length": 3})
         check_parted(open_splits(of_data_set, tmp_path / "x.csv"), by_user=False)
 
+    @pytest.mark.parametrize("key", [None, "user"])
+    def test_messages_count_rows_of_the_whole_file(
+        self, make_card: MakeCard, tmp_path: Path, key: str | None
+    ) -> None:
+        card = make_card(IDS, request_key=key)
+        row = ids(open_splits(card, frame()).test)[1234]
+        data = frame()
+        data.loc[row, "id"] = -5
+        data.to_csv(tmp_path / "x.csv", index=False)
+        splits = open_splits(card, tmp_path / "x.csv")
+        with pytest.raises(DataError, match=rf"column 'id', row {row}: .* got '-5'"):
+            load_rows(card, splits.test)
+
 
 class TestCardFiles:
     def test_paths_are_relative_to_the_card(self, make_card: MakeCard, tmp_path: Path) -> None:

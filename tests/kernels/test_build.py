@@ -78,7 +78,7 @@ def test_missing_compiler_names_the_fix(sources: Path, monkeypatch: pytest.Monke
 
 def test_wrong_cxx_is_named(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(EnvironmentProblem, match="CXX: .*got 'no-such-compiler'"):
+    with pytest.raises(EnvironmentProblem, match=r"CXX: .*got 'no-such-compiler'"):
         build.build_kernels(sources)
 
 

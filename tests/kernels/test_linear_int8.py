@@ -83,7 +83,7 @@ def test_calls_from_several_python_threads_agree(layer) -> None:
 
 @pytest.mark.parametrize(("bits", "levels"), [(7, 63), (8, 127)])
 def test_error_stays_within_half_a_level_of_each_input(layer, bits: int, levels: int) -> None:
-    weight, packed, scale, bias = layer
+    weight, _, scale, bias = layer
     x = rows(64)
     stored = scale[:, None].double() * quantize_linear_weight(weight)[0].double()
     exact = x.double() @ stored.T + bias.double()
@@ -165,7 +165,7 @@ def test_too_many_inputs_are_refused() -> None:
 
 def test_unknown_isa_is_refused_and_changes_nothing() -> None:
     before = ops.current_isa()
-    with pytest.raises(RuntimeError, match="got 'sse9'. Allowed here: auto, scalar"):
+    with pytest.raises(RuntimeError, match=r"got 'sse9'\. Allowed here: auto, scalar"):
         ops.set_isa("sse9")
     assert ops.current_isa() == before
     ops.set_isa("scalar")

@@ -76,5 +76,5 @@ def test_levels_that_cannot_be_packed_are_refused() -> None:
         pack_linear_int8(torch.full((2, 2), -128, dtype=torch.int8))
     with pytest.raises(ValueError, match="int8 matrix"):
         pack_linear_int8(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="packed must be 320 int8 values for 17 x 6"):
-        unpack_linear_int8(torch.zeros(320 + 1, dtype=torch.int8), 17, 6)
+    with pytest.raises(ValueError, match="packed must be 384 int8 values for 17 x 6"):
+        unpack_linear_int8(torch.zeros(384 + 1, dtype=torch.int8), 17, 6)

@@ -120,6 +120,19 @@ def test_midranks_match_the_count_of_smaller_and_equal_values(values: list[int])
     assert midranks(array).tolist() == expected
 
 
+def test_metrics_of_one_class_are_undefined_rather_than_wrong() -> None:
+    prob, ones = np.array([0.2, 0.4]), np.ones(2)
+    assert np.isnan(auc(prob, ones))
+    assert np.isnan(normalized_entropy(prob, ones))
+    assert np.isnan(calibration(prob, np.zeros(2)))
+
+
+def test_no_finite_prediction_gives_no_points_and_no_rows_no_change() -> None:
+    assert calibration_curve(np.full(3, np.nan), np.array([0.0, 1.0, 0.0])) == []
+    change = prediction_change(np.array([]), np.array([]))
+    assert (change.max_abs, change.mean_abs) == (0.0, 0.0)
+
+
 def test_registry_states_direction_and_positive_margins() -> None:
     assert {name: metric.direction for name, metric in METRICS.items()} == {
         "ne": "lower",

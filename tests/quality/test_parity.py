@@ -299,6 +299,19 @@ def test_metric_without_influence_uses_the_bootstrap(monkeypatch: pytest.MonkeyP
     assert found.ci_high == pytest.approx(expected.ci_high, abs=tolerance)
 
 
+def test_metric_that_resamples_cannot_define_decides_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    control, candidate, _ = _arms(17, 200)
+    labels = (np.arange(200) < 2).astype(float)
+    plain = replace(METRICS["auc"], influence=None)
+    monkeypatch.setitem(metrics_module.METRICS, "auc", plain)
+    result = compare_quality(control, candidate, labels)["auc"]
+    assert result.verdict == "inconclusive"
+    assert result.reason is not None
+    assert "undefined in many resamples" in result.reason
+
+
 def _draw_rows(
     rng: np.random.Generator, num_clusters: int, rows_per_cluster: int, base: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

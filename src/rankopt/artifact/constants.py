@@ -25,7 +25,7 @@ def write_constants(constants: Mapping[str, Tensor], file: Path) -> tuple[Consta
     with file.open("wb") as stream:
         for name, value in sorted(constants.items()):
             stream.write(bytes(-stream.tell() % ALIGNMENT))
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
             entries.append(
                 ConstantEntry(
                     name=name,

@@ -19,7 +19,7 @@ from rankopt.bench.local_backend import LocalBackend
 from rankopt.bench.plan import BenchPlan
 from rankopt.bench.rows_file import FlatRows, write_rows
 from rankopt.bench.samples import BlockRecord, SampleFile
-from rankopt.bench.stats import percentile_with_support
+from rankopt.bench.stats import Percentile, percentile_with_support
 from rankopt.bench.timing import (
     Progress,
     estimate_speedup,
@@ -165,13 +165,21 @@ def latency_rows(records: Sequence[BlockRecord], control: str, candidate: str) -
     by_batch_size = _by_batch_size(records)
     for batch_size, some in by_batch_size.items():
         estimate = estimate_speedup(some, control, candidate, len(by_batch_size))
+        p50s = [_percentile(some, arm, 0.50) for arm in (control, candidate)]
+        p99s = [_percentile(some, arm, 0.99) for arm in (control, candidate)]
         rows.append(
             LatencyRow(
                 batch_size=batch_size,
                 control_p50_ns=estimate.control_p50_ns,
                 candidate_p50_ns=estimate.candidate_p50_ns,
-                control_p99_ns=_p99_ns(some, control),
-                candidate_p99_ns=_p99_ns(some, candidate),
+                control_p99_ns=_field(p99s[0], "value_ns"),
+                candidate_p99_ns=_field(p99s[1], "value_ns"),
+                candidate_p99_low_ns=_field(p99s[1], "ci_low_ns"),
+                candidate_p99_high_ns=_field(p99s[1], "ci_high_ns"),
+                control_p50_low_ns=_field(p50s[0], "ci_low_ns"),
+                control_p50_high_ns=_field(p50s[0], "ci_high_ns"),
+                candidate_p50_low_ns=_field(p50s[1], "ci_low_ns"),
+                candidate_p50_high_ns=_field(p50s[1], "ci_high_ns"),
                 speedup=estimate.speedup,
                 ci_low=estimate.ci_low,
                 ci_high=estimate.ci_high,
@@ -230,10 +238,13 @@ def _by_batch_size(records: Iterable[BlockRecord]) -> dict[int, list[BlockRecord
     return groups
 
 
-def _p99_ns(records: Iterable[BlockRecord], arm: str) -> float | None:
+def _percentile(records: Iterable[BlockRecord], arm: str, quantile: float) -> Percentile | None:
     samples_ns = np.concatenate([record.latency_ns for record in records if record.arm == arm])
-    percentile = percentile_with_support(samples_ns, 0.99)
-    return percentile.value_ns if percentile else None
+    return percentile_with_support(samples_ns, quantile)
+
+
+def _field(percentile: Percentile | None, name: str) -> float | None:
+    return None if percentile is None else float(getattr(percentile, name))
 
 
 def _predict(

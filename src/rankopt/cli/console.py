@@ -160,10 +160,7 @@ def show_passes(records: Sequence[PassRecord]) -> None:
     """Print what became of each pass."""
     print_table(
         ("pass", "", "why"),
-        [
-            (record.kind, "kept" if record.kept else "dropped", record.reason)
-            for record in records
-        ],
+        [(record.kind, "kept" if record.kept else "dropped", record.reason) for record in records],
     )
 
 

@@ -27,6 +27,11 @@ def predict(
 
         progress.step("scoring")
         num_rows = predict_file(
-            artifact, data, out, batch_size=batch_size, overwrite=overwrite, progress=progress.update
+            artifact,
+            data,
+            out,
+            batch_size=batch_size,
+            overwrite=overwrite,
+            progress=progress.update,
         )
     typer.echo(f"{out}: {num_rows:,} rows")

@@ -116,4 +116,3 @@ def _describe(name: str, kind: Any) -> str:
         if values:
             lines.append(f"{label.capitalize()}: {', '.join(values)}")
     return "\n".join(lines)
-

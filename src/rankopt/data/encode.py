@@ -24,7 +24,7 @@ from rankopt.data.columns import (
 )
 from rankopt.data.hashing import stable_hash
 from rankopt.data.rows import Rows, bag_counts, bag_positions
-from rankopt.data.rowsource import BATCH_ROWS, RowSource, choose_columns
+from rankopt.data.rowsource import BATCH_ROWS, RowSource, choose_columns, numbered_batches
 from rankopt.errors import DataError, Problem
 from rankopt.models.card import DenseInput, IdsInput, KjtInput, ModelCard, RaggedIdsInput
 
@@ -71,18 +71,18 @@ def iter_rows(
         DataError: no rows, or whatever `encode` refuses.
     """
     columns = _wanted(card, source.column_names(), source.name, with_labels)
-    first_row = 0
-    for batch in source.batches(columns, batch_rows):
+    num_rows = 0
+    for batch, numbers in numbered_batches(source, columns, batch_rows):
         if batch.num_rows:
+            num_rows += batch.num_rows
             yield encode(
                 card,
                 batch,
                 with_labels=with_labels,
                 source_name=source.name,
-                first_row=first_row,
+                row_numbers=numbers,
             )
-            first_row += batch.num_rows
-    if first_row == 0:
+    if num_rows == 0:
         problem = Problem(source.name, "holds no rows", hint="Give data with at least one row.")
         raise DataError(problems=[problem])
 
@@ -93,7 +93,7 @@ def encode(
     *,
     with_labels: bool = True,
     source_name: str = "data",
-    first_row: int = 0,
+    row_numbers: _Ints | None = None,
 ) -> Rows:
     """Encode a `pyarrow.RecordBatch` as the card's tensors.
 
@@ -104,7 +104,7 @@ def encode(
         batch: the rows.
         with_labels: whether the label columns must be there.
         source_name: what messages call the data.
-        first_row: the number of the batch's first row in its source, for messages.
+        row_numbers: where each row stands in its source, for messages; from 0 on when None.
 
     Raises:
         DataError: a column is missing; a value is missing, not a number, out of the card's range,
@@ -112,7 +112,8 @@ def encode(
             first row, counted from 0.
     """
     columns = _wanted(card, batch.schema.names, source_name, with_labels)
-    reader = _Reader(batch, source_name, first_row)
+    numbers = np.arange(batch.num_rows) if row_numbers is None else row_numbers
+    reader = _Reader(batch, source_name, numbers)
     features: dict[str, Tensor] = {}
     for item in card.inputs:
         if isinstance(item, DenseInput):
@@ -172,11 +173,11 @@ def _tensors(name: str, bags: list[_Bag]) -> dict[str, Tensor]:
 class _Reader:
     """One batch, and what was found wrong with it so far."""
 
-    def __init__(self, batch: Any, source_name: str, first_row: int) -> None:
+    def __init__(self, batch: Any, source_name: str, row_numbers: _Ints) -> None:
         self.problems: list[Problem] = []
         self._batch = batch
         self._source_name = source_name
-        self._first_row = first_row
+        self._row_numbers = row_numbers
 
     def dense(self, item: DenseInput) -> Tensor:
         out = np.zeros((self._batch.num_rows, len(item.columns)), dtype=np.float32)
@@ -241,7 +242,7 @@ class _Reader:
 
     def key(self, column: str) -> _Ints:
         array = self._column(column)
-        missing = array.is_null().to_numpy(zero_copy_only=False)
+        missing = array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
         self._note(column, missing, None, "is the request key, which must not be missing")
         try:
             return stable_hash(array).view(np.int64)
@@ -317,7 +318,7 @@ class _Reader:
         if lists is not None:
             array = lists.values
             row = int(np.searchsorted(np.cumsum(lists.lengths), first, side="right"))
-        where = f"{self._source_name}: column {column!r}, row {self._first_row + row}"
+        where = f"{self._source_name}: column {column!r}, row {self._row_numbers[row]}"
         count = len(positions)
         told = (
             f"{count} values of these {self._batch.num_rows} rows break this."

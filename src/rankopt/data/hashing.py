@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 _FNV_OFFSET = np.uint64(0xCBF29CE484222325)
+_INT64_BOUND = float(1 << 63)
 _FNV_PRIME = np.uint64(0x100000001B3)
 
 
@@ -25,8 +26,7 @@ def stable_hash(keys: Any) -> npt.NDArray[np.uint64]:
     if pa.types.is_dictionary(keys.type):
         keys = keys.dictionary_decode()
     if pa.types.is_floating(keys.type):
-        whole = pc.all(pc.equal(pc.floor(keys), keys)).as_py()
-        keys = keys.cast(pa.int64()) if whole else keys
+        keys = _text_of_floats(keys.cast(pa.float64()))
     text = keys.cast(pa.large_string()).fill_null("")
     num_rows = len(text)
     if num_rows == 0:
@@ -41,6 +41,13 @@ def stable_hash(keys: Any) -> npt.NDArray[np.uint64]:
         rows = np.flatnonzero(lengths > position)
         hashes[rows] = (hashes[rows] ^ letters[starts[rows] + position]) * _FNV_PRIME
     return mix(hashes)
+
+
+def _text_of_floats(keys: Any) -> Any:
+    """Write whole numbers as integers are written: Arrow's own text turns to exponents."""
+    whole = pc.and_(pc.equal(pc.floor(keys), keys), pc.less(pc.abs(keys), _INT64_BOUND))
+    integers = pc.if_else(whole, keys, 0.0).cast(pa.int64())
+    return pc.if_else(whole, integers.cast(pa.string()), keys.cast(pa.string()))
 
 
 def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from rankopt.errors import DataError, Problem, nearest
@@ -47,6 +49,30 @@ class RowSource(Protocol):
             DataError: a column is missing (at the call), or the file is damaged (when met).
         """
         ...
+
+
+@runtime_checkable
+class NumberedSource(Protocol):
+    """A source that leaves rows out and still knows where those it hands out stand."""
+
+    def numbered_batches(
+        self, columns: Sequence[str], batch_rows: int
+    ) -> Iterator[tuple[pa.RecordBatch, npt.NDArray[np.int64]]]:
+        """Read as `batches` does, with each row's number in the data the user gave."""
+        ...
+
+
+def numbered_batches(
+    source: RowSource, columns: Sequence[str], batch_rows: int
+) -> Iterator[tuple[pa.RecordBatch, npt.NDArray[np.int64]]]:
+    """Read a source with the number of each row, counted from 0, for messages."""
+    if isinstance(source, NumberedSource):
+        yield from source.numbered_batches(columns, batch_rows)
+        return
+    first_row = 0
+    for batch in source.batches(columns, batch_rows):
+        yield batch, np.arange(first_row, first_row + batch.num_rows)
+        first_row += batch.num_rows
 
 
 def choose_columns(

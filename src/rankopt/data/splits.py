@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from rankopt.data.criteo import CATEGORIES, CriteoOptions
 from rankopt.data.files import CsvOptions
 from rankopt.data.hashing import as_fraction, mix, stable_hash
-from rankopt.data.rowsource import BATCH_ROWS, RowSource, choose_columns
+from rankopt.data.rowsource import BATCH_ROWS, RowSource, choose_columns, numbered_batches
 from rankopt.data.source import format_by_name, open_source, read_options
 from rankopt.errors import CardError, DataError, Problem
 from rankopt.models.card import IdsInput, KjtInput, ModelCard, RaggedIdsInput
@@ -75,22 +76,22 @@ class HashSplitSource:
         self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
     ) -> Iterator[pa.RecordBatch]:
         chosen = choose_columns(self.name, columns, self.column_names())
-        return self._read(chosen, batch_rows)
+        return (batch for batch, _ in self.numbered_batches(chosen, batch_rows))
 
-    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
-        wanted = columns if self._key is None else [*columns, self._key]
-        first_row = 0
-        for batch in self._source.batches(wanted, batch_rows):
+    def numbered_batches(
+        self, columns: Sequence[str], batch_rows: int
+    ) -> Iterator[tuple[pa.RecordBatch, npt.NDArray[np.int64]]]:
+        """Read as `batches` does, with each row's number in the whole source."""
+        wanted = list(columns) if self._key is None else [*columns, self._key]
+        for batch, numbers in numbered_batches(self._source, wanted, batch_rows):
             if self._key is None:
-                numbers = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64)
-                hashes = mix(numbers)
+                hashes = mix(numbers.astype(np.uint64))
             else:
                 hashes = stable_hash(batch.column(batch.schema.get_field_index(self._key)))
-            first_row += batch.num_rows
             places = as_fraction(hashes)
-            kept = batch.filter(pa.array((places >= self._low) & (places < self._high)))
-            if kept.num_rows:
-                yield kept.select(columns)
+            kept = (places >= self._low) & (places < self._high)
+            if kept.any():
+                yield batch.filter(pa.array(kept)).select(list(columns)), numbers[kept]
 
 
 def open_splits(card: ModelCard, data: Any = None) -> Splits:

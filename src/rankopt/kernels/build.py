@@ -69,7 +69,7 @@ def load_kernels() -> Path:
         if _loaded is None:
             library = build_kernels()
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-            torch.ops.load_library(str(library))
+            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
             _loaded = library
         return _loaded
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rankopt.kernels import ops, reference
+from rankopt.kernels.build import load_kernels
 from rankopt.kernels.packing import pack_linear_int8
 from rankopt.kernels.parity import (
     LINEAR_CASES,
@@ -49,7 +50,7 @@ class Kernel:
 
     def __call__(self, *arguments: object) -> Tensor:
         """Run the operator."""
-        ops.load_kernels()
+        load_kernels()
         result: Tensor = getattr(torch.ops.rankopt, self.name)(*arguments)
         return result
 
@@ -107,7 +108,8 @@ def _linear_fbgemm_allowance(arguments: Arguments, expected: Tensor) -> Tensor:
     peak = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     largest = levels.abs().amax(dim=1) if levels.shape[1] else scale.new_zeros(scale.shape)
     one_level = peak.to(torch.float64) / 63.0 * largest.to(torch.float64) * scale
-    return 2.0 * one_level + 1e-5 * expected.abs()
+    allowance: Tensor = 2.0 * one_level + 1e-5 * expected.abs()
+    return allowance
 
 
 KERNELS: dict[str, Kernel] = {

@@ -32,11 +32,13 @@ class Gain:
     rows: tuple[LatencyRow, ...]
 
     def __str__(self) -> str:
-        each = ", ".join(
-            f"batch {row.batch_size}: {row.speedup:.2f} [{row.ci_low:.2f}, {row.ci_high:.2f}]"
-            for row in self.rows
-        )
+        each = ", ".join(f"batch {row.batch_size}: {_written(row)}" for row in self.rows)
         return f"{self.speedup:.2f} [{self.ci_low:.2f}, {self.ci_high:.2f}] ({each})"
+
+
+def _written(row: LatencyRow) -> str:
+    speedup, low, high = _figures(row)
+    return f"{speedup:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def combine(rows: Sequence[LatencyRow]) -> Gain:
@@ -46,16 +48,22 @@ def combine(rows: Sequence[LatencyRow]) -> Gain:
     independent and the log intervals add in squares.
     """
     count = len(rows)
-    centre = sum(math.log(row.speedup) for row in rows) / count
-    error = (
-        math.sqrt(sum((math.log(row.ci_high / row.ci_low) / (2 * _Z)) ** 2 for row in rows)) / count
-    )
+    figures = [_figures(row) for row in rows]
+    centre = sum(math.log(speedup) for speedup, _, _ in figures) / count
+    squares = (math.log(high / low) / (2 * _Z) for _, low, high in figures)
+    error = math.sqrt(sum(value**2 for value in squares)) / count
     return Gain(
         math.exp(centre),
         math.exp(centre - _Z * error),
         math.exp(centre + _Z * error),
         tuple(rows),
     )
+
+
+def _figures(row: LatencyRow) -> tuple[float, float, float]:
+    if row.speedup is None or row.ci_low is None or row.ci_high is None:
+        raise ValueError(f"batch {row.batch_size} has no speed-up with an interval")
+    return row.speedup, row.ci_low, row.ci_high
 
 
 def decide(purpose: Purpose, gain: Gain, bytes_before: int, bytes_after: int) -> tuple[bool, str]:
@@ -83,10 +91,9 @@ def missed_gates(gates: Gates, rows: Sequence[LatencyRow]) -> list[str]:
     missed = []
     for gate in gates.latency:
         row = by_batch.get(gate.batch_size)
-        if row and gate.min_speedup is not None and row.ci_high < gate.min_speedup:
+        if row and gate.min_speedup is not None and _figures(row)[2] < gate.min_speedup:
             missed.append(
-                f"{row.speedup:.2f} [{row.ci_low:.2f}, {row.ci_high:.2f}] at batch "
-                f"{row.batch_size} against a gate of {gate.min_speedup:g}"
+                f"{_written(row)} at batch {row.batch_size} against a gate of {gate.min_speedup:g}"
             )
     return missed
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from rankopt.environment import Environment
 from rankopt.errors import Problem
 from rankopt.passes.base import PassContext
-from rankopt.passes.graph import Linear
+from rankopt.passes.graph import Linear, arguments
 
 Configuration = Literal["int8_dynamic", "int8_weight_only", "int4_weight_only", "float8_dynamic"]
 
@@ -55,7 +55,7 @@ def replace(
         name = f"torchao_{index}"
         module.add_submodule(name, _quantised(linear, configuration))
         with graph.inserting_before(linear.node):
-            new = graph.call_module(name, (linear.node.args[0],))
+            new = graph.call_module(name, (arguments(linear.node)[0],))
         linear.node.replace_all_uses_with(new)
         changed.append(linear.layer)
     return changed
@@ -80,7 +80,8 @@ def _quantised(linear: Linear, configuration: Configuration) -> nn.Module:
     # A Sequential, because quantize_ replaces children and never its argument itself.
     holder = nn.Sequential(layer).eval()
     quantize_(holder, _config(configuration))
-    return copy.deepcopy(unwrap_tensor_subclass(holder))
+    unwrapped: nn.Module = unwrap_tensor_subclass(holder)
+    return copy.deepcopy(unwrapped)
 
 
 def _config(configuration: Configuration) -> Any:
@@ -92,4 +93,6 @@ def _config(configuration: Configuration) -> Any:
         return ao.Int8WeightOnlyConfig()
     if configuration == "float8_dynamic":
         return ao.Float8DynamicActivationFloat8WeightConfig()
-    return ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(INT4_GROUP))
+    # torch's stubs lack int4.
+    int4: Any = vars(torch)["int4"]
+    return ao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=ao.PerGroup(INT4_GROUP))

@@ -9,9 +9,9 @@ from torch.fx import GraphModule
 from rankopt.bundle import ModelBundle
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.graph import Lookup, find_lookups
-from rankopt.passes.table_batched import emit_group, group_lookups, without_chained
+from rankopt.passes.table_batched import emit_groups, group_lookups, without_chained
 from rankopt.selectors import Rule, resolve
-from rankopt.tables import TableBatch
+from rankopt.tables import TableBatch, TableDtype
 
 
 class FuseEmbeddings(Pass):
@@ -43,14 +43,12 @@ class FuseEmbeddings(Pass):
 
         def rewrite(module: GraphModule) -> None:
             nonlocal changed
-            chosen = self._choose(find_lookups(module), context)
-            for group in group_lookups(chosen):
-                if len(group.lookups) < 2 and group.lookups[0].form != "bag":
-                    context.note(f"{group.lookups[0].table}: a lone lookup has nothing to join")
-                    continue
-                dtypes = dict.fromkeys((lookup.table for lookup in group.lookups), "fp32")
-                name, batch = emit_group(module, group, dtypes)  # type: ignore[arg-type]
-                batches[name] = batch
+            groups = group_lookups(self._choose(find_lookups(module), context))
+            if groups:
+                tables = [lookup.table for group in groups for lookup in group.lookups]
+                dtypes: dict[str, TableDtype] = dict.fromkeys(tables, "fp32")
+                store, batch = emit_groups(module, groups, dtypes)
+                batches[store] = batch
                 changed = True
 
         fused = bundle.edit(rewrite, batches=batches, provided=bundle.provided | self.provides)
@@ -59,15 +57,35 @@ class FuseEmbeddings(Pass):
     def _choose(self, lookups: list[Lookup], context: PassContext) -> list[Lookup]:
         names = list(dict.fromkeys(lookup.table for lookup in lookups))
         wanted = resolve(names, self.rules, True, where="fuse_embeddings.rules", noun="table")
-        chosen = []
+        chosen, outside = [], set[str]()
         for lookup in lookups:
-            if not wanted[lookup.table] or lookup.form not in self.forms:
-                continue
             if lookup.refusal:
                 context.note(f"{lookup.table}: left alone, {lookup.refusal}")
-                continue
-            chosen.append(lookup)
-        free, chained = without_chained(chosen)
+            if lookup.refusal or not wanted[lookup.table] or lookup.form not in self.forms:
+                outside.add(lookup.table)
+            else:
+                chosen.append(lookup)
+        chosen, chained = without_chained(chosen)
         for lookup in chained:
             context.note(f"{lookup.table}: left alone, its ids depend on rows of another table")
-        return free
+            outside.add(lookup.table)
+        return _joinable(chosen, outside, context)
+
+
+def _joinable(lookups: list[Lookup], outside: set[str], context: PassContext) -> list[Lookup]:
+    """Leave out lookups with nothing to join, and tables that would then be stored twice.
+
+    A table is read either from the common store or from its own constant, never from both.
+    """
+    while True:
+        kept = [lookup for lookup in lookups if lookup.table not in outside]
+        lone = {
+            group.lookups[0].table
+            for group in group_lookups(kept)
+            if len(group.lookups) == 1 and group.lookups[0].form != "bag"
+        }
+        if not lone:
+            return kept
+        for table in sorted(lone):
+            context.note(f"{table}: left alone, a lookup of it has nothing to join")
+        outside |= lone

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,6 +72,11 @@ class Linear:
     slope: float | str | None = None
 
 
+def arguments(node: Node) -> tuple[Any, ...]:
+    """Return a node's positional arguments; fx types them as a union of some twenty."""
+    return node.args
+
+
 def constant(module: GraphModule, node: object) -> Tensor | None:
     """Return the tensor behind a `get_attr` node; None for anything else."""
     if not isinstance(node, Node) or node.op != "get_attr":
@@ -93,7 +98,7 @@ def add_constant(module: GraphModule, name: str, value: Tensor) -> str:
 
 
 def owner(name: str) -> str:
-    """Turn a weight's name into its table's or layer's: `model.tables.user.weight` is `tables.user`."""
+    """Name a weight's table or layer: `model.tables.user.weight` belongs to `tables.user`."""
     return name.removeprefix(PREFIX).removesuffix(".weight")
 
 
@@ -112,7 +117,7 @@ def _lookups(module: GraphModule) -> Iterator[Lookup]:
     for node in module.graph.nodes:
         if node.op != "call_function" or not node.args:
             continue
-        weight = constant(module, node.args[0])
+        weight = constant(module, arguments(node)[0])
         if weight is None or weight.dim() != 2 or not weight.is_floating_point():
             continue
         if node.target == aten.embedding.default:
@@ -133,17 +138,17 @@ _MODES: tuple[Literal["sum", "mean", "max"], ...] = ("sum", "mean", "max")
 
 
 def _rows_lookup(node: Node, weight: Tensor) -> Lookup:
-    indices = node.args[1]
+    indices = arguments(node)[1]
     shape = fake(indices).shape
     one_each = len(shape) == 1 or (len(shape) == 2 and shape[1] == 1)
     return Lookup(
         node=node,
         operator=node,
-        table=owner(str(node.args[0].target)),
+        table=owner(str(arguments(node)[0].target)),
         weight=weight,
         form="single" if one_each and _is_batch(node.graph, shape[0]) else "sequence",
         indices=indices,
-        refusal=_refuse_table(node.args[0], weight),
+        refusal=_refuse_table(arguments(node)[0], weight),
     )
 
 
@@ -155,17 +160,18 @@ def _is_batch(graph: torch.fx.Graph, size: object) -> bool:
 
 
 def _bag_lookup(node: Node, weight: Tensor) -> Lookup | None:
-    schema = node.target._schema
+    target: Any = node.target
+    schema = target._schema
     values = {argument.name: argument.default_value for argument in schema.arguments}
     values.update(zip((a.name for a in schema.arguments), node.args, strict=False))
     values.update(node.kwargs)
-    pooled = [user for user in node.users if user.args[1:] == (0,)]
+    pooled = [user for user in node.users if arguments(user)[1:] == (0,)]
     if len(pooled) != 1:
         return None
     mode = _MODES[values["mode"]]
     padding = values.get("padding_idx")
     padding = None if padding is None or padding < 0 else padding
-    refusal = _refuse_table(node.args[0], weight)
+    refusal = _refuse_table(arguments(node)[0], weight)
     if mode == "max":
         refusal = "table-batched lookups pool by sum or mean, and this bag takes the maximum"
     elif mode == "mean" and padding is not None:
@@ -173,7 +179,7 @@ def _bag_lookup(node: Node, weight: Tensor) -> Lookup | None:
     return Lookup(
         node=pooled[0],
         operator=node,
-        table=owner(str(node.args[0].target)),
+        table=owner(str(arguments(node)[0].target)),
         weight=weight,
         form="bag",
         indices=values["indices"],
@@ -204,10 +210,10 @@ def find_linears(module: GraphModule) -> list[Linear]:
     """List every `aten.linear` whose weight is a constant, with its fusable activation."""
     found = []
     for node in module.graph.find_nodes(op="call_function", target=aten.linear.default):
-        weight = constant(module, node.args[1])
+        weight = constant(module, arguments(node)[1])
         if weight is None or weight.dtype != torch.float32:
             continue
-        bias_node = node.args[2] if len(node.args) > 2 else None
+        bias_node = arguments(node)[2] if len(node.args) > 2 else None
         bias = constant(module, bias_node)
         if bias_node is not None and bias is None:
             continue
@@ -215,7 +221,7 @@ def find_linears(module: GraphModule) -> list[Linear]:
         found.append(
             Linear(
                 node=node,
-                layer=owner(str(node.args[1].target)),
+                layer=owner(str(arguments(node)[1].target)),
                 weight=weight,
                 bias=bias,
                 last=last,
@@ -233,14 +239,14 @@ def _activation(module: GraphModule, node: Node) -> tuple[Node, float | str | No
     if user.target in (aten.relu.default, aten.relu_.default):
         return user, 0.0
     if user.target in (aten.leaky_relu.default, aten.leaky_relu_.default):
-        slope = user.args[1] if len(user.args) > 1 else 0.01
+        slope = arguments(user)[1] if len(user.args) > 1 else 0.01
         return user, float(slope)
     if user.target == aten.prelu.default:
-        weight = constant(module, user.args[1])
+        weight = constant(module, arguments(user)[1])
         # PReLU's channels are dim 1; only for a 2-D input is that the linear's last dim.
         per_channel = weight is not None and weight.numel() > 1
         if weight is not None and (not per_channel or fake(node).dim() == 2):
-            return user, str(user.args[1].target)
+            return user, str(arguments(user)[1].target)
     return node, None
 
 

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from rankopt.bundle import ModelBundle
 from rankopt.passes.base import Pass, PassContext, Purpose
-from rankopt.passes.graph import Linear, add_constant, aten, find_linears
+from rankopt.passes.graph import Linear, add_constant, arguments, aten, find_linears
 from rankopt.selectors import Rule, resolve
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,10 +66,10 @@ def _convert(module: GraphModule, linear: Linear, dtype: torch.dtype) -> None:
     short = str(dtype).removeprefix("torch.")
     weight = add_constant(module, f"{linear.layer}_{short}", linear.weight.to(dtype).contiguous())
     with graph.inserting_before(linear.node):
-        x = graph.call_function(aten.to.dtype, (linear.node.args[0], dtype))
+        x = graph.call_function(aten.to.dtype, (arguments(linear.node)[0], dtype))
         product = graph.call_function(aten.linear.default, (x, graph.get_attr(weight)))
         result = graph.call_function(aten.to.dtype, (product, torch.float32))
         if linear.bias is not None:
             # The bias joins in fp32: it costs nothing there and loses nothing.
-            result = graph.call_function(aten.add.Tensor, (result, linear.node.args[2]))
+            result = graph.call_function(aten.add.Tensor, (result, arguments(linear.node)[2]))
     linear.node.replace_all_uses_with(result)

@@ -17,7 +17,7 @@ from rankopt.kernels.packing import pack_linear_int8, quantize_linear_weight
 from rankopt.models.card import ModelCard
 from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
-from rankopt.passes.graph import Linear, add_constant, constant, find_linears
+from rankopt.passes.graph import Linear, add_constant, arguments, constant, find_linears
 from rankopt.selectors import Rule, resolve
 
 Backend = Literal["native", "fbgemm", "torchao"]
@@ -116,10 +116,10 @@ def replace_native(module: GraphModule, linear: Linear, bits: int) -> None:
         new = graph.call_function(
             torch.ops.rankopt.linear_int8.default,
             (
-                linear.node.args[0],
+                arguments(linear.node)[0],
                 _constant_node(module, linear, "int8", pack_linear_int8(levels)),
                 _constant_node(module, linear, "scale", scale),
-                linear.node.args[2] if linear.bias is not None else None,
+                arguments(linear.node)[2] if linear.bias is not None else None,
                 _slope_node(module, linear),
                 linear.weight.shape[0],
                 bits,
@@ -132,15 +132,15 @@ def _replace_fbgemm(module: GraphModule, linear: Linear) -> None:
     levels, scale = quantize_linear_weight(linear.weight)
     graph = module.graph
     with graph.inserting_before(linear.node):
-        arguments: tuple[Any, ...] = (
-            linear.node.args[0],
+        inputs: tuple[Any, ...] = (
+            arguments(linear.node)[0],
             _constant_node(module, linear, "int8", levels),
             _constant_node(module, linear, "scale", scale),
-            linear.node.args[2] if linear.bias is not None else None,
+            arguments(linear.node)[2] if linear.bias is not None else None,
             # Zero: not packed yet. The loader writes the handle of what it packed and owns.
             _constant_node(module, linear, FBGEMM_HANDLE, torch.zeros(1, dtype=torch.int64)),
         )
-        new = graph.call_function(torch.ops.rankopt.linear_fbgemm.default, arguments)
+        new = graph.call_function(torch.ops.rankopt.linear_fbgemm.default, inputs)
     linear.node.replace_all_uses_with(new)
 
 
@@ -154,7 +154,7 @@ def fbgemm_layers(module: GraphModule) -> dict[str, tuple[str, str]]:
     for node in module.graph.find_nodes(
         op="call_function", target=torch.ops.rankopt.linear_fbgemm.default
     ):
-        weight, scale, handle = (str(node.args[index].target) for index in (1, 2, 4))
+        weight, scale, handle = (str(arguments(node)[index].target) for index in (1, 2, 4))
         found[handle] = (weight, scale)
     return found
 

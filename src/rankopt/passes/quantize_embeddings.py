@@ -7,14 +7,13 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from rankopt.bundle import ModelBundle
 from rankopt.errors import SelectorError
 from rankopt.passes.base import Pass, PassContext, Purpose
-from rankopt.passes.graph import Lookup, add_constant, aten, constant, find_lookups
-from rankopt.passes.table_batched import LOOKUP, emit_group, group_lookups, without_chained
+from rankopt.passes.graph import Lookup, add_constant, arguments, aten, constant, find_lookups
+from rankopt.passes.table_batched import LOOKUP, emit_groups, group_lookups, without_chained
 from rankopt.selectors import Rule, resolve
 from rankopt.tables import (
     BITS,
@@ -129,42 +128,38 @@ def _fused_tables(
     """Tables that already lie in a table batch of this graph, with the batch's name."""
     found: dict[str, tuple[object, str]] = {}
     for node in module.graph.find_nodes(op="call_function", target=LOOKUP):
-        name = str(node.args[0].target)
+        name = str(arguments(node)[0].target)
         for slot in batches[name].slots:
             found[slot.name] = (slot, name)
     return found
 
 
 def _requantise(
-    module: GraphModule, name: str, batch: TableBatch, dtypes: Mapping[str, TableDtype]
+    module: GraphModule, store: str, batch: TableBatch, dtypes: Mapping[str, TableDtype]
 ) -> TableBatch:
-    """Pack the tables of an existing call again and point the call at the new rows."""
+    """Pack the tables of a common store again and point its calls at the new rows."""
+    storage = constant(module, module.graph.find_nodes(op="get_attr", target=store)[0])
+    if storage is None:
+        raise ValueError(f"{store} is no constant of this graph")
+    names = [slot.name for slot in batch.slots]
+    weights = [table_weight(batch, storage, table) for table in names]
+    packed, rows = pack_batch(names, weights, [dtypes[table] for table in names])
+    setattr(module, store, rows)
     for node in module.graph.find_nodes(op="call_function", target=LOOKUP):
-        if str(node.args[0].target) != name:
-            continue
-        storage = constant(module, node.args[0])
-        if storage is None:
-            raise ValueError(f"{name} is no constant of this graph")
-        names = [slot.name for slot in batch.slots]
-        weights = [table_weight(batch, storage, table) for table in names]
-        packed, rows = pack_batch(names, weights, [dtypes[table] for table in names])
-        _point_call_at(module, node, batch, packed, rows)
-        return packed
-    raise ValueError(f"no lookup reads {name}")
+        if str(arguments(node)[0].target) == store:
+            _point_call_at(module, node, batch, packed)
+    return packed
 
 
-def _point_call_at(
-    module: GraphModule, node: Node, before: TableBatch, after: TableBatch, rows: Tensor
-) -> None:
-    starts = constant(module, node.args[3])
+def _point_call_at(module: GraphModule, node: Node, before: TableBatch, after: TableBatch) -> None:
+    starts = constant(module, arguments(node)[3])
     if starts is None:
         raise ValueError("the lookup's table offsets are no constant")
     by_offset = {slot.offset: slot.name for slot in before.slots}
     used = [after.slot(by_offset[int(start)]) for start in starts]
-    setattr(module, str(node.args[0].target), rows)
-    setattr(module, str(node.args[3].target), torch.tensor([slot.offset for slot in used]))
+    setattr(module, str(arguments(node)[3].target), torch.tensor([slot.offset for slot in used]))
     codes = torch.tensor([TYPE_CODES[slot.dtype] for slot in used], dtype=torch.uint8)
-    setattr(module, str(node.args[4].target), codes)
+    setattr(module, str(arguments(node)[4].target), codes)
     for position, dtype in ((7, "int2"), (8, "int4"), (9, "int8"), (10, "fp16"), (11, "fp32")):
         widest = max((slot.dim for slot in used if slot.dtype == dtype), default=0)
         node.update_arg(position, widest)
@@ -178,15 +173,18 @@ def _quantise_lookups(
     context: PassContext,
 ) -> None:
     movable = [lk for lk in lookups if lk.refusal is None and dtypes[lk.table] != "fp32"]
-    bags, chained = without_chained([lookup for lookup in movable if lookup.form == "bag"])
+    # A table that is pooled somewhere goes into the common store with all its lookups: reading
+    # the others from a constant of their own would store it twice.
+    pooled = {lookup.table for lookup in movable if lookup.form == "bag"}
+    batched, chained = without_chained([lk for lk in movable if lk.table in pooled])
     for lookup in chained:
         context.note(f"{lookup.table}: left alone, its ids depend on rows of another table")
-    for group in group_lookups(bags):
-        name, batch = emit_group(module, group, dtypes)
-        batches[name] = batch
+    if batched:
+        store, batch = emit_groups(module, group_lookups(batched), dtypes)
+        batches[store] = batch
     packed: dict[str, tuple[str, str]] = {}
     for lookup in movable:
-        if lookup.form != "bag":
+        if lookup.table not in pooled:
             _gather_packed(module, lookup, dtypes[lookup.table], packed)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import GraphModule, Node
 
-from rankopt.passes.graph import Lookup, add_constant, aten, fake
+from rankopt.passes.graph import Lookup, add_constant, arguments, aten, fake
 from rankopt.tables import TYPE_CODES, TableBatch, TableDtype, pack_batch
 
 LOOKUP = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
@@ -62,48 +62,50 @@ def without_chained(lookups: Sequence[Lookup]) -> tuple[list[Lookup], list[Looku
     for node in lookups[0].node.graph.nodes if lookups else ():
         if node not in own and any(source in reached for source in node.all_input_nodes):
             reached.add(node)
-    free, chained = [], []
+    free: list[Lookup] = []
+    chained: list[Lookup] = []
     for lookup in lookups:
         inputs = (lookup.indices, lookup.offsets, lookup.weights)
         (chained if any(node in reached for node in inputs) else free).append(lookup)
     return free, chained
 
 
-def emit_group(
-    module: GraphModule, group: Group, dtypes: Mapping[str, TableDtype]
+def emit_groups(
+    module: GraphModule, groups: Sequence[Group], dtypes: Mapping[str, TableDtype]
 ) -> tuple[str, TableBatch]:
-    """Replace a group's lookups by one call.
+    """Replace each group's lookups by one call; all calls read one store, each table once in it.
 
     Args:
         module: the graph, changed in place.
-        group: from `group_lookups`.
+        groups: from `group_lookups`.
         dtypes: storage type of every table.
 
     Returns:
         The name of the constant that holds the rows, and what lies in it.
     """
-    weights = {}
-    for lookup in group.lookups:
-        weights[lookup.table] = _without_padding_row(lookup)
+    weights: dict[str, torch.Tensor] = {}
+    for lookup in (lookup for group in groups for lookup in group.lookups):
+        weights[lookup.table] = _without_padding_row(lookup, weights.get(lookup.table))
     names = list(weights)
     batch, storage = pack_batch(names, list(weights.values()), [dtypes[name] for name in names])
-    constant_name = add_constant(module, f"tables_{group.name}", storage)
-    graph = module.graph
-    with graph.inserting_before(_latest_input(graph, group).next):
-        rows = _call(module, group, batch, constant_name)
-        pieces = _split(module, group, rows)
-    for lookup, piece in zip(group.lookups, pieces, strict=True):
-        lookup.node.replace_all_uses_with(piece)
-    # Readers of an early lookup stood before the last index was ready; now they follow the call.
-    stable_topological_sort(graph)
-    return constant_name, batch
+    store = add_constant(module, "tables", storage)
+    for group in groups:
+        with module.graph.inserting_before(_latest_input(module.graph, group).next):
+            rows = _call(module, group, batch, store)
+            pieces = _split(module, group, rows)
+        for lookup, piece in zip(group.lookups, pieces, strict=True):
+            lookup.node.replace_all_uses_with(piece)
+        # Readers of an early lookup stood before the last index was ready; now they follow.
+        stable_topological_sort(module.graph)
+    return store, batch
 
 
-def _without_padding_row(lookup: Lookup) -> torch.Tensor:
+def _without_padding_row(lookup: Lookup, earlier: torch.Tensor | None) -> torch.Tensor:
     """Zero the row that a sum leaves out; adding zeros is the same sum."""
+    weight = lookup.weight if earlier is None else earlier
     if lookup.form != "bag" or lookup.padding_idx is None:
-        return lookup.weight
-    weight = lookup.weight.clone()
+        return weight
+    weight = weight.clone()
     weight[lookup.padding_idx] = 0
     return weight
 
@@ -119,7 +121,7 @@ def _latest_input(graph: torch.fx.Graph, group: Group) -> Node:
     return max(inputs, key=lambda node: order[node])
 
 
-def _call(module: GraphModule, group: Group, batch: TableBatch, constant_name: str) -> Node:
+def _call(module: GraphModule, group: Group, batch: TableBatch, store: str) -> Node:
     graph = module.graph
     lookups = group.lookups
     slots = [batch.slot(lookup.table) for lookup in lookups]
@@ -134,12 +136,12 @@ def _call(module: GraphModule, group: Group, batch: TableBatch, constant_name: s
     }
 
     def attribute(name: str, value: torch.Tensor) -> Node:
-        return graph.get_attr(add_constant(module, f"{constant_name}_{name}", value))
+        return graph.get_attr(add_constant(module, f"{store}_{group.name}_{name}", value))
 
     return graph.call_function(
         LOOKUP,
         (
-            graph.get_attr(constant_name),
+            graph.get_attr(store),
             attribute("uvm", torch.empty(0, dtype=torch.uint8)),
             attribute("placements", torch.full((len(slots),), HOST, dtype=torch.int32)),
             attribute("starts", torch.tensor([slot.offset for slot in slots])),
@@ -208,10 +210,10 @@ def _split_source(pieces: Sequence[Node]) -> Node | None:
     source = pieces[0].args[0] if pieces[0].args else None
     if not isinstance(source, Node) or source.target != aten.split_with_sizes.default:
         return None
-    whole = [piece.args == (source, index) for index, piece in enumerate(pieces)]
-    sizes = source.args[1]
+    whole = [arguments(piece) == (source, index) for index, piece in enumerate(pieces)]
+    sizes = arguments(source)[1]
     if all(whole) and isinstance(sizes, Sequence) and len(sizes) == len(pieces):
-        found = source.args[0]
+        found = arguments(source)[0]
         return found if isinstance(found, Node) else None
     return None
 

@@ -114,7 +114,9 @@ class TrialBench:
             ArmSpec(label="after", kind="artifact", artifact=after.artifact),
             ArmSpec(label="before", kind="artifact", artifact=before.artifact),
         ]
-        records = time_arms(arms, self._rows_file, self._plan, LocalBackend(), progress=self._detail)
+        records = time_arms(
+            arms, self._rows_file, self._plan, LocalBackend(), progress=self._detail
+        )
         return TrialTimes(
             gain=combine(latency_rows(records, "before", "after")),
             against_control=tuple(latency_rows(records, self._control.label, "after")),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from rankopt.bench.ab import AbResult
-from rankopt.bench.samples import BlockRecord
 from rankopt.data.rows import Rows
 from rankopt.environment import Environment
 from rankopt.models.card import ModelCard
@@ -138,22 +137,12 @@ def _cost(result: AbResult, subject: Subject) -> Cost:
         return Cost(price_per_hour=subject.price_per_hour, reason="no latency was measured")
     # Throughput is sold at the largest batch of the plan: that is where a server would run.
     batch_size = max(sizes)
-    some = [record for record in result.records if record.batch_size == batch_size]
-    labels = list(dict.fromkeys(record.arm for record in some))
     return closed_loop_cost(
         subject.price_per_hour,
         batch_size,
-        _block_times(some, labels[0]),
-        _block_times(some, labels[1]),
+        BlockTimes.of(result.records, "control", batch_size),
+        BlockTimes.of(result.records, "candidate", batch_size),
         slo_p99_ns=subject.slo_p99_ns,
-    )
-
-
-def _block_times(records: Sequence[BlockRecord], arm: str) -> BlockTimes:
-    own = [record for record in records if record.arm == arm]
-    return BlockTimes(
-        num_rows=[record.batch_size * record.latency_ns.size for record in own],
-        duration_ns=[float(record.wall_ns) for record in own],
     )
 
 

@@ -69,8 +69,8 @@ struct GemmBlock {
   int64_t out_stride;
 };
 
-// One implementation. `quantize` writes ceil(K / 4) * 4 bytes (what lies past K meets zero weights)
-// and returns the row's scale.
+// One implementation. `quantize` writes at least ceil(K / 4) * 4 bytes (what lies past K meets zero
+// weights), at most ceil(K / 8) * 8, and returns the row's scale.
 struct LinearInt8 {
   float (*quantize)(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out);
   void (*gemm7)(const GemmBlock&);

@@ -111,16 +111,30 @@ inline __m256i pack_32(const float* x, __m256 inverse, __m256i zero_point) {
   return _mm256_add_epi8(_mm256_permutevar8x32_epi32(bytes, order), zero_point);
 }
 
+inline __m256i magnitude_bits_below(const float* x, __m256i lanes) {
+  const __m256i bits = _mm256_maskload_epi32(reinterpret_cast<const int*>(x), lanes);
+  return _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+}
+
+inline void store_8(uint8_t* out, __m256i levels, __m256i zero_point) {
+  const __m128i words =
+      _mm_packs_epi32(_mm256_castsi256_si128(levels), _mm256_extracti128_si256(levels, 1));
+  const __m128i bytes =
+      _mm_add_epi8(_mm_packs_epi16(words, words), _mm256_castsi256_si128(zero_point));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), bytes);
+}
+
 float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out) {
-  const int64_t whole = num_inputs & ~int64_t{31};
-  const int64_t rest = num_inputs - whole;
-  float tail[32] = {};
-  std::memcpy(tail, x + whole, static_cast<size_t>(rest) * sizeof(float));
+  const int64_t whole = num_inputs & ~int64_t{31}, eights = num_inputs & ~int64_t{7};
+  const __m256i last = Avx2::lanes_below(num_inputs - eights);
 
   __m256i peaks[4] = {};
   for (int64_t k = 0; k < whole; k += 32)
     for (int i = 0; i < 4; ++i) peaks[i] = _mm256_max_epu32(peaks[i], magnitude_bits(x + k + 8 * i));
-  for (int i = 0; i < 4; ++i) peaks[i] = _mm256_max_epu32(peaks[i], magnitude_bits(tail + 8 * i));
+  for (int64_t k = whole; k < eights; k += 8)
+    peaks[0] = _mm256_max_epu32(peaks[0], magnitude_bits(x + k));
+  if (eights < num_inputs)
+    peaks[1] = _mm256_max_epu32(peaks[1], magnitude_bits_below(x + eights, last));
   const __m256i both = _mm256_max_epu32(_mm256_max_epu32(peaks[0], peaks[1]),
                                         _mm256_max_epu32(peaks[2], peaks[3]));
   __m128i half = _mm_max_epu32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
@@ -138,10 +152,10 @@ float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t*
   const __m256i offset = _mm256_set1_epi8(static_cast<char>(zero_point));
   for (int64_t k = 0; k < whole; k += 32)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k), pack_32(x + k, inverse, offset));
-  if (rest > 0) {
-    alignas(32) uint8_t bytes[32];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(bytes), pack_32(tail, inverse, offset));
-    std::memcpy(out + whole, bytes, static_cast<size_t>(divide_up(rest, kTileInputs) * 4));
+  for (int64_t k = whole; k < eights; k += 8) store_8(out + k, rounded(x + k, inverse), offset);
+  if (eights < num_inputs) {
+    const __m256 values = _mm256_maskload_ps(x + eights, last);
+    store_8(out + eights, _mm256_cvtps_epi32(_mm256_mul_ps(values, inverse)), offset);
   }
   return row.scale;
 }

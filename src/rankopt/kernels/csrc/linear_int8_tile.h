@@ -54,12 +54,23 @@ inline void multiply_block(const GemmBlock& block, int64_t row, int64_t tile) {
   }
 }
 
-template <class P, int kTiles, int kRows>
+template <class P, int kVectors, int kRows>
 inline void multiply_rows(const GemmBlock& block, int64_t row, int64_t tile, int64_t num_rows) {
   if constexpr (kRows > 1) {
-    if (num_rows < kRows) return multiply_rows<P, kTiles, kRows - 1>(block, row, tile, num_rows);
+    if (num_rows < kRows) return multiply_rows<P, kVectors, kRows - 1>(block, row, tile, num_rows);
   }
-  multiply_block<P, kRows, kTiles * static_cast<int>(kTileOutputs) / P::kLanes>(block, row, tile);
+  multiply_block<P, kRows, kVectors>(block, row, tile);
+}
+
+template <class P, int kVectors, int kMaxRows>
+void multiply_vectors(const GemmBlock& block, int64_t tile) {
+  // Even groups: 50 rows at most 8 at a time are 7 groups of 7 or 8, not 6 of 8 and one of 2.
+  const int64_t num_groups = divide_up(block.num_rows, kMaxRows);
+  for (int64_t group = 0, row = 0; group < num_groups; ++group) {
+    const int64_t end = block.num_rows * (group + 1) / num_groups;
+    multiply_rows<P, kVectors, kMaxRows>(block, row, tile, end - row);
+    row = end;
+  }
 }
 
 template <class P, int kTiles>
@@ -67,13 +78,14 @@ void multiply_tiles(const GemmBlock& block, int64_t tile, int64_t num_tiles) {
   if constexpr (kTiles > 1) {
     if (num_tiles < kTiles) return multiply_tiles<P, kTiles - 1>(block, tile, num_tiles);
   }
-  // Even groups: 50 rows at most 8 at a time are 7 groups of 7 or 8, not 6 of 8 and one of 2.
-  const int64_t num_groups = divide_up(block.num_rows, P::max_rows(kTiles));
-  for (int64_t group = 0, row = 0; group < num_groups; ++group) {
-    const int64_t end = block.num_rows * (group + 1) / num_groups;
-    multiply_rows<P, kTiles, P::max_rows(kTiles)>(block, row, tile, end - row);
-    row = end;
+  constexpr int kVectors = kTiles * static_cast<int>(kTileOutputs) / P::kLanes;
+  constexpr int kMaxRows = P::max_rows(kTiles);
+  // With 40 outputs the second half of the third tile is padding.
+  if constexpr (kVectors > kTiles) {
+    if (block.num_outputs - tile * kTileOutputs <= (kVectors - 1) * P::kLanes)
+      return multiply_vectors<P, kVectors - 1, kMaxRows>(block, tile);
   }
+  multiply_vectors<P, kVectors, kMaxRows>(block, tile);
 }
 
 template <class P>
