@@ -121,7 +121,7 @@ class ContractError(ArtifactError):
     """A call breaks the input contract in an artifact's manifest."""
 
 
-class EnvironmentProblem(RankoptError):
+class EnvironmentProblem(RankoptError):  # noqa: N818 - EnvironmentError is a builtin
     """A compiler, library, device or disk space that the work needs is missing."""
 
 

@@ -72,13 +72,13 @@ def write_artifact(
     load_kernels()
     compiled = _compile(bundle, folder / PROGRAM)
     entries = write_constants(compiled.constants, folder / CONSTANTS)
-    save_file(_checks(bundle), folder / CHECKS)
+    save_file(make_checks(bundle), folder / CHECKS)
     environment = collect_environment()
     graph_module = bundle.program.graph_module
     manifest = Manifest(
         model=bundle.card.name,
         recipe=recipe,
-        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        made_at=now(),
         target=Target(
             device="cpu",
             architecture=environment.architecture,
@@ -142,13 +142,18 @@ def _compile(bundle: ModelBundle, package: Path) -> Compiled:
     return Compiled(options, {name: available[name] for name in wanted})
 
 
+def now() -> str:
+    """Return the time for a manifest's `made_at`."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def tolerance_of(bundle: ModelBundle) -> float:
     """Return how far outputs may lie from the bundle's, as a share of their spread."""
     quantised = bundle.provided & {"quantized_embeddings", "low_precision_dense"}
     return QUANTISED_TOLERANCE if quantised else FLOAT_TOLERANCE
 
 
-def _checks(bundle: ModelBundle) -> dict[str, Tensor]:
+def make_checks(bundle: ModelBundle) -> dict[str, Tensor]:
     """Run the bundle on made-up rows; real rows would carry users' data into the artifact."""
     contract = contract_of(bundle.card)
     tensors: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ def write_constants(constants: Mapping[str, Tensor], file: Path) -> tuple[Consta
     with file.open("wb") as stream:
         for name, value in sorted(constants.items()):
             stream.write(bytes(-stream.tell() % ALIGNMENT))
-            data = memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
             entries.append(
                 ConstantEntry(
                     name=name,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankopt.cli.console import Data, Out, Overwrite, Progress
+from rankopt.cli.console import Out, Overwrite, Progress
 
 app = typer.Typer()
 
@@ -17,18 +17,16 @@ def refresh(
     artifact: Annotated[Path, typer.Argument(help="The artifact folder.")],
     checkpoint: Annotated[Path, typer.Option("--checkpoint", help="The new weights.")],
     out: Out,
-    data: Data = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Put new weights into an artifact: the recipe's kept passes run again, the compiler does not.
 
-    The result is checked in a fresh process like any artifact. Its quality is not: use `rankopt ab`.
+    The result is checked in a fresh process like any artifact. Its quality is not: that is for
+    `rankopt ab`.
     """
     with Progress() as progress:
         progress.step("loading PyTorch")
         from rankopt.artifact.refresh import refresh_artifact
 
-        refresh_artifact(
-            artifact, checkpoint, out, data=data, overwrite=overwrite, progress=progress.step
-        )
+        refresh_artifact(artifact, checkpoint, out, overwrite=overwrite, progress=progress.step)
     typer.echo(f"artifact: {out}")

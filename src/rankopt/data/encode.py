@@ -32,6 +32,7 @@ __all__ = ["Rows", "encode", "iter_rows", "load_rows"]
 
 _Mask = npt.NDArray[np.bool_]
 _Ints = npt.NDArray[np.int64]
+_ID_TYPES = {"int64": torch.int64, "int32": torch.int32}
 
 
 def load_rows(
@@ -205,7 +206,7 @@ class _Reader:
                 self._check_ids(column, numbers, num_ids)
                 out[:, index] = numbers.values
         narrow = out.shape[1] == 1 and not item.keep_width
-        return torch.from_numpy(out[:, 0] if narrow else out)
+        return torch.from_numpy(out[:, 0] if narrow else out).to(_ID_TYPES[item.dtype])
 
     def bags(self, item: KjtInput) -> list[_Bag]:
         return [

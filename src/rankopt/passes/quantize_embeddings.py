@@ -21,6 +21,7 @@ from rankopt.tables import (
     TYPE_CODES,
     TableBatch,
     TableDtype,
+    TableSlot,
     pack_batch,
     pack_rows,
     refusal,
@@ -124,9 +125,9 @@ def fitting(name: str, dim: int, dtype: TableDtype, context: PassContext) -> Tab
 
 def _fused_tables(
     module: GraphModule, batches: Mapping[str, TableBatch]
-) -> dict[str, tuple[object, str]]:
+) -> dict[str, tuple[TableSlot, str]]:
     """Tables that already lie in a table batch of this graph, with the batch's name."""
-    found: dict[str, tuple[object, str]] = {}
+    found: dict[str, tuple[TableSlot, str]] = {}
     for node in module.graph.find_nodes(op="call_function", target=LOOKUP):
         name = str(arguments(node)[0].target)
         for slot in batches[name].slots:

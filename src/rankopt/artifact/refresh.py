@@ -1,0 +1,194 @@
+"""Put new weights into an artifact: the kept passes run again, the compiler does not.
+
+The compiled graph reads its weights by name from `weights/`, so retraining needs new constants and
+no new code, as long as the passes make constants of the same names, types and shapes from the new
+checkpoint. That is checked here, and the result is run in a fresh process like any artifact: values
+that the compiler had drawn into the code would show there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rankopt.api import _read_passes as read_passes
+from rankopt.api import card_of
+from rankopt.artifact.build import make_checks, now
+from rankopt.artifact.constants import write_constants
+from rankopt.artifact.contract import random_features
+from rankopt.artifact.manifest import (
+    CHECKS,
+    CONSTANTS,
+    MANIFEST,
+    PASSES,
+    ConstantEntry,
+    Manifest,
+    damaged_files,
+    read_manifest,
+    sha256_file,
+)
+from rankopt.artifact.verify import verify_artifact
+from rankopt.bundle import ModelBundle, build_bundle
+from rankopt.environment import collect_environment
+from rankopt.errors import ArtifactError, Problem
+from rankopt.kernels.build import load_kernels
+from rankopt.kernels.ops import current_isa
+from rankopt.models.build import build_model
+from rankopt.output import staged_output
+from rankopt.passes.base import PassContext
+from rankopt.runtime import check_machine, load_operators
+
+TRACE_ROWS = 64
+TRACE_SEED = 20_240_301
+
+AGAIN = "Build it anew: rankopt optimize RECIPE --model CARD --checkpoint CHECKPOINT --out DIR"
+
+
+def refresh_artifact(
+    artifact: str | Path,
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Write a copy of an artifact with the weights of another checkpoint of the same model.
+
+    No data is needed: the graph is traced on made-up rows that keep the contract.
+
+    Args:
+        artifact: the compiled artifact; it is left as it is.
+        checkpoint: the new weights.
+        out: the folder of the new artifact.
+        overwrite: replace an artifact that `out` holds.
+        progress: told one line per step.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ArtifactError: the artifact is damaged or not for this machine; or the new weights lead to
+            other constants than the compiled graph reads.
+        CheckpointError: the checkpoint cannot be read or is of another model.
+        OutputExistsError: `out` holds a result and `overwrite` is False.
+    """
+    source, target = Path(artifact), Path(out)
+    manifest = read_manifest(source)
+    check_machine(source, manifest)
+    damaged = damaged_files(source, manifest)
+    if damaged:
+        raise ArtifactError(
+            f"{source}: {'; '.join(damaged)}. Refresh a whole copy: its compiled code is kept."
+        )
+    with staged_output(target, overwrite=overwrite, needed_bytes=_size_bytes(manifest)) as stage:
+        bundle = _rebuild(source, manifest, checkpoint, stage, progress)
+        constants = _matching_constants(source, manifest, bundle)
+        progress("writing the weights")
+        for name in (*manifest.files, PASSES):
+            if name not in (CONSTANTS, CHECKS):
+                (stage / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source / name, stage / name)
+        _write_weights(stage, manifest, bundle, constants)
+        progress("proving the artifact in a fresh process")
+        verification = verify_artifact(stage)
+        if not verification.passed:
+            raise ArtifactError(
+                f"{source}: with the new weights its compiled code does not give what the passes "
+                f"made of them ({'; '.join(verification.problems)}), so nothing was written. "
+                + AGAIN
+            )
+    return target
+
+
+def _size_bytes(manifest: Manifest) -> int:
+    return manifest.size_bytes + manifest.code_bytes
+
+
+def _rebuild(
+    source: Path,
+    manifest: Manifest,
+    checkpoint: str | Path,
+    workdir: Path,
+    progress: Callable[[str], None],
+) -> ModelBundle:
+    """Export the card's model with the new weights and replay the passes that were kept."""
+    card = card_of(manifest)
+    recipe, records = read_passes(source / PASSES)
+    kinds = [record.kind for record in records]
+    if kinds != [step.kind for step in recipe.passes]:
+        raise ArtifactError(
+            f"{source / PASSES}: its records ({kinds}) are not of its recipe. {AGAIN}"
+        )
+    load_operators(manifest.operators)
+    load_kernels()
+    progress("reading the weights")
+    built = build_model(card, checkpoint)
+    for note in built.notes:
+        progress(note)
+    progress("exporting the model")
+    generator = torch.Generator().manual_seed(TRACE_SEED)
+    sample = random_features(manifest.inputs, TRACE_ROWS, generator)
+    bundle = build_bundle(card, built.module, sample)
+    environment = collect_environment()
+    for step, record in zip(recipe.passes, records, strict=True):
+        if record.kept and step.purpose != "artifact":
+            progress(f"{step.kind}: rewriting")
+            bundle = step.apply(bundle, PassContext(environment, workdir))
+    return bundle
+
+
+def _matching_constants(source: Path, manifest: Manifest, bundle: ModelBundle) -> dict[str, Tensor]:
+    """Return what the compiled graph reads, or say why the new weights do not fit it.
+
+    The compiler leaves out constants that nothing reads, so the bundle may hold more.
+    """
+    available = bundle.constants
+    problems = [
+        problem
+        for entry in manifest.constants
+        if (problem := _mismatch(source, entry, available)) is not None
+    ]
+    if problems:
+        raise ArtifactError(
+            f"{source}: the new weights do not fit the compiled graph. {AGAIN}", problems=problems
+        )
+    return {entry.name: available[entry.name] for entry in manifest.constants}
+
+
+def _mismatch(
+    source: Path, entry: ConstantEntry, available: Mapping[str, Tensor]
+) -> Problem | None:
+    where = f"{source}: constant {entry.name}"
+    if entry.name not in available:
+        return Problem(where, "is read by the compiled graph, but the passes made none")
+    value = available[entry.name]
+    got = _form(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    wanted = _form(entry.dtype, entry.shape)
+    return None if got == wanted else Problem(where, f"must be {wanted}", got)
+
+
+def _form(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def _write_weights(
+    stage: Path, manifest: Manifest, bundle: ModelBundle, constants: Mapping[str, Tensor]
+) -> None:
+    """Write constants, checks, and a manifest with their hashes."""
+    entries = write_constants(constants, stage / CONSTANTS)
+    save_file(make_checks(bundle), stage / CHECKS)
+    changed = {name: sha256_file(stage / name) for name in (CONSTANTS, CHECKS)}
+    refreshed = manifest.model_copy(
+        update={
+            "made_at": now(),
+            "constants": entries,
+            "files": {**manifest.files, **changed},
+            "judged_isa": current_isa(),
+        }
+    )
+    (stage / MANIFEST).write_text(refreshed.model_dump_json(indent=2) + "\n", encoding="utf-8")
