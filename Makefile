@@ -2,6 +2,7 @@
 #
 #   make demo      real data, a trained checkpoint, a recipe, an A/B on Ray, a report
 #   make test      the whole test suite, with coverage
+#   make results   serve-int8 on every reference model, for README's table (half an hour, quiet machine)
 #   make lint      ruff and mypy
 #   make format    ruff, writing
 #   make lock      hashes of every pin in locks/*.in, after one was changed
@@ -18,11 +19,11 @@ INSTALLED := $(VENV)/.rankopt-installed
 export VENV PYTHON
 
 DEMO_CARD ?= models/din-movielens.yaml
-DEMO_RECIPE ?= recipes/serve-int8.yaml
+DEMO_RECIPE ?= recipes/launch-int8.yaml
 DEMO_OUT ?= runs/demo
 COVERAGE ?= 85
 
-.PHONY: help setup demo test lint format lock doctor clean
+.PHONY: help setup demo test results lint format lock doctor clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,6 +42,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest --cov=rankopt --cov-report=term --cov-fail-under=$(COVERAGE) $(ARGS)
+
+results: $(INSTALLED)
+	@$(BIN)/python scripts/results.py measure $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from rankopt.artifact.manifest import MANIFEST, PASSES, Manifest, read_manifest
 from rankopt.bench.ab import run_ab
@@ -25,13 +25,14 @@ from rankopt.data.rows import Rows
 from rankopt.data.splits import Splits, open_splits
 from rankopt.environment import Environment, collect_environment
 from rankopt.errors import ArtifactError, DataError, InputError, RecipeError, UsageError
+from rankopt.kernels.build import load_kernels
 from rankopt.models.build import build_model
 from rankopt.models.card import ModelCard, load_card, save_card
 from rankopt.output import staged_output
 from rankopt.passes.base import PassContext
 from rankopt.passes.pipeline import run_pipeline
 from rankopt.passes.trial import TrialBench, trial_plan
-from rankopt.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
+from rankopt.recipe import Objective, Recipe, dump_recipe, load_recipe, parse_recipe
 from rankopt.review.draft import Subject, draft_report
 from rankopt.review.gate import Scope
 from rankopt.review.gates import Gates
@@ -152,6 +153,8 @@ def _optimize_into(
     workdir = folder / ".work"
     workdir.mkdir(parents=True, exist_ok=True)
     try:
+        progress("preparing kernels")  # compiled once per machine: some 15 s the first time
+        load_kernels()
         progress("reading rows and weights")
         tuning = _tuning_rows(card, open_splits(card, data))
         built = build_model(card, checkpoint)
@@ -242,6 +245,17 @@ def read_choices(file: Path) -> list[PassRecord]:
 def read_records(folder: Path) -> list[PassRecord]:
     """Read what became of each pass of an artifact."""
     return _read_passes(folder / PASSES)[1]
+
+
+def with_objective(recipe: str, objective: str | None) -> Recipe:
+    """Read a recipe and put another objective in its place when one is given."""
+    loaded = load_recipe(recipe)
+    if objective is None:
+        return loaded
+    allowed = get_args(Objective)
+    if objective not in allowed:
+        raise UsageError(f"--objective must be one of {', '.join(allowed)}; got {objective!r}.")
+    return loaded.model_copy(update={"objective": objective})
 
 
 def to_ns(milliseconds: float | None) -> float | None:
@@ -495,6 +509,8 @@ def run(
     """
     recipe, card, environment = _check(recipe, card)
     plan = plan if isinstance(plan, BenchPlan) else load_plan(plan)
+    if num_threads is not None:
+        plan = plan.model_copy(update={"num_threads": num_threads})
     scope = Scope(recipe.where, plan.batch_sizes, (BASELINE,), price_per_hour is not None)
     if problems := recipe.gates.check(scope):
         raise RecipeError(problems=problems)

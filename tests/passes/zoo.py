@@ -264,7 +264,7 @@ def features_of(model_card: ModelCard, batch: int, fill: float = 0.01) -> dict[s
 
 def make_bundle(model_card: ModelCard, model: nn.Module) -> ModelBundle:
     """Export on a sample that is neither 0 nor 1 long anywhere."""
-    return build_bundle(model_card, model, features_of(model_card, 6, fill=0.1))
+    return build_bundle(model_card, model, features_of(model_card, 6, fill=0.5))
 
 
 def exact(

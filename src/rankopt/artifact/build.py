@@ -114,6 +114,9 @@ def compiler_options(bundle: ModelBundle) -> dict[str, Any]:
     return {
         # Weights stay out of the library: mapped, shared, replaceable (design.md).
         "aot_inductor.package_constants_in_so": False,
+        # Inductor writes tensors of up to eight elements into the code as literals, such as the
+        # last layer's bias: new weights would then be scored with the old bias.
+        "always_keep_tensor_constants": True,
         "aot_inductor.custom_ops_to_c_shims": aoti_c_shims(),
         **bundle.inductor_options,
     }

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rankopt.cli.console import (
+    QUICK_PLAN,
     AsJson,
     Checkpoint,
     Data,
@@ -17,6 +18,7 @@ from rankopt.cli.console import (
     Plan,
     Price,
     Progress,
+    Quick,
     RayAddress,
     Resume,
     Slo,
@@ -44,6 +46,7 @@ def ab(
     checkpoint: Checkpoint = None,
     plan: Plan = "ab-default",
     baseline: Baseline = None,
+    quick: Quick = False,
     price_per_hour: Price = None,
     slo_p99_ms: Slo = None,
     ray_address: RayAddress = None,
@@ -63,7 +66,7 @@ def ab(
             data,
             checkpoint=checkpoint,
             out=out,
-            plan=plan,
+            plan=QUICK_PLAN if quick else plan,
             baselines=_baselines(baseline or []),
             price_per_hour=price_per_hour,
             slo_p99_ns=api.to_ns(slo_p99_ms),

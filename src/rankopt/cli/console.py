@@ -52,6 +52,14 @@ Local = Annotated[
 ]
 Recipe = Annotated[str, typer.Argument(help="A recipe: a path, or a name in recipes/.")]
 Plan = Annotated[str, typer.Option("--plan", help="An A/B plan: a path or a name in benchmarks/.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A first look: the plan ab-quick, with wide intervals.")
+]
+Objective = Annotated[
+    str | None,
+    typer.Option("--objective", help="latency, bytes or cost, in place of the recipe's own."),
+]
+QUICK_PLAN = "ab-quick"
 Price = Annotated[
     float | None,
     typer.Option("--price-per-hour", min=0, help="Dollars an hour of this machine, for the cost."),

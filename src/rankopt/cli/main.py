@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
@@ -112,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; the only place that catches everything."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = typer.main.get_command(app)
+    if not _debug():
+        # What torch and torchrec say about their own next release is not for a user of rankopt.
+        warnings.simplefilter("ignore", FutureWarning)
     try:
         code = command.main(arguments, prog_name="rankopt", standalone_mode=False)
     except RankoptError as error:

@@ -12,6 +12,7 @@ from rankopt.cli.console import (
     Checkpoint,
     Data,
     Model,
+    Objective,
     Out,
     Overwrite,
     Progress,
@@ -37,6 +38,7 @@ def optimize(
     checkpoint: Checkpoint = None,
     data: Data = None,
     choices: Choices = None,
+    objective: Objective = None,
     num_threads: Threads = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -47,7 +49,7 @@ def optimize(
         from rankopt import api
 
         folder = api.optimize(
-            recipe,
+            api.with_objective(recipe, objective),
             model,
             checkpoint,
             data,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import typer
 
 from rankopt.cli.console import (
+    QUICK_PLAN,
     AsJson,
     Checkpoint,
     Data,
     Local,
     Model,
+    Objective,
     Out,
     Overwrite,
     Plan,
     Price,
     Progress,
+    Quick,
     RayAddress,
     Recipe,
     Resume,
@@ -34,8 +37,10 @@ def run(
     checkpoint: Checkpoint = None,
     data: Data = None,
     plan: Plan = "ab-default",
+    quick: Quick = False,
     price_per_hour: Price = None,
     slo_p99_ms: Slo = None,
+    objective: Objective = None,
     num_threads: Threads = None,
     ray_address: RayAddress = None,
     local: Local = False,
@@ -53,12 +58,12 @@ def run(
         from rankopt import api
 
         report = api.run(
-            recipe,
+            api.with_objective(recipe, objective),
             model,
             checkpoint,
             data,
             out=out,
-            plan=plan,
+            plan=QUICK_PLAN if quick else plan,
             price_per_hour=price_per_hour,
             slo_p99_ns=api.to_ns(slo_p99_ms),
             backend=api.choose_backend(ray_address, local=local),

@@ -123,7 +123,7 @@ def encode(
             features[item.name] = reader.ids(item)
         elif isinstance(item, RaggedIdsInput):
             bag = reader.bag(item.column, item.num_ids, item.max_length, item.weights_column)
-            features.update(_tensors(item.name, [bag]))
+            features.update(_tensors(item.name, [bag], _ID_TYPES[item.dtype]))
         else:
             features.update(_tensors(item.name, reader.bags(item)))
     labels = {name: reader.label(name) for name in card.labels} if with_labels else {}
@@ -160,9 +160,10 @@ _Bag = tuple[_Ints, _Ints, npt.NDArray[np.float32] | None]
 """Values, lengths and weights of one feature."""
 
 
-def _tensors(name: str, bags: list[_Bag]) -> dict[str, Tensor]:
+def _tensors(name: str, bags: list[_Bag], id_type: torch.dtype = torch.int64) -> dict[str, Tensor]:
+    values = np.concatenate([values for values, _, _ in bags])
     tensors = {
-        f"{name}.values": torch.from_numpy(np.concatenate([values for values, _, _ in bags])),
+        f"{name}.values": torch.from_numpy(values).to(id_type),
         f"{name}.lengths": torch.from_numpy(np.concatenate([lengths for _, lengths, _ in bags])),
     }
     weights = [w for _, _, w in bags if w is not None]

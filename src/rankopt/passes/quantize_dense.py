@@ -18,6 +18,7 @@ from rankopt.models.card import ModelCard
 from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.graph import Linear, add_constant, arguments, constant, find_linears
+from rankopt.scheme import load_scheme, scheme_problems
 from rankopt.selectors import Rule, resolve
 
 Backend = Literal["native", "fbgemm", "torchao"]
@@ -57,15 +58,33 @@ class QuantizeDense(Pass):
     """Narrower layers stay in fp32."""
     rules: tuple[Rule[bool], ...] = ()
     """`use: false` keeps a layer in fp32."""
+    scheme: str | None = None
+    """A file in `quantize/` that supplies `activation_bits` and further rules."""
 
     def check(self, environment: Environment, card: ModelCard | None) -> list[Problem]:
-        """List what rules the backend out on this machine."""
+        """List what rules the backend out on this machine, and what is wrong with the scheme."""
+        problems = scheme_problems(self.scheme, "layers")
         if self.backend == "torchao":
-            return dense_torchao.check(self.torchao, environment)
-        return []
+            problems += dense_torchao.check(self.torchao, environment)
+        return problems
+
+    def resolved(self) -> QuantizeDense:
+        """Return the pass with its scheme written out."""
+        layers = load_scheme(self.scheme).layers if self.scheme else None
+        if layers is None:
+            return self
+        own = "activation_bits" in self.model_fields_set
+        changes = {
+            "activation_bits": self.activation_bits if own else layers.activation_bits,
+            "rules": (*self.rules, *layers.rules),
+            "scheme": None,
+        }
+        return self.model_copy(update=changes)
 
     def apply(self, bundle: ModelBundle, context: PassContext) -> ModelBundle:
         """Replace every selected linear."""
+        if self.scheme:
+            return self.resolved().apply(bundle, context)
         load_kernels()
         changed: list[str] = []
         bits = self._bits(context.environment)

@@ -10,10 +10,13 @@ from pydantic import Field
 from torch.fx import GraphModule, Node
 
 from rankopt.bundle import ModelBundle
-from rankopt.errors import SelectorError
+from rankopt.environment import Environment
+from rankopt.errors import Problem, SelectorError
+from rankopt.models.card import ModelCard
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.graph import Lookup, add_constant, arguments, aten, constant, find_lookups
 from rankopt.passes.table_batched import LOOKUP, emit_groups, group_lookups, without_chained
+from rankopt.scheme import load_scheme, scheme_problems
 from rankopt.selectors import Rule, resolve
 from rankopt.tables import (
     BITS,
@@ -61,11 +64,29 @@ class QuantizeEmbeddings(Pass):
     dtype: Literal["fp16", "int8", "int4", "int2"] = "int8"
     """For tables that no rule selects."""
     rules: tuple[Rule[TableDtype], ...] = ()
+    """The first rule whose pattern matches a table decides."""
+    scheme: str | None = None
+    """A file in `quantize/` that supplies `dtype` and further rules."""
     min_rows: int = Field(default=2, ge=1)
     """Smaller tables stay as they are: nothing to gain."""
 
+    def check(self, environment: Environment, card: ModelCard | None) -> list[Problem]:
+        """List what is wrong with the scheme."""
+        return scheme_problems(self.scheme, "tables")
+
+    def resolved(self) -> QuantizeEmbeddings:
+        """Return the pass with its scheme written out."""
+        tables = load_scheme(self.scheme).tables if self.scheme else None
+        if tables is None:
+            return self
+        dtype = self.dtype if "dtype" in self.model_fields_set else tables.dtype
+        changes = {"dtype": dtype, "rules": (*self.rules, *tables.rules), "scheme": None}
+        return self.model_copy(update=changes)
+
     def apply(self, bundle: ModelBundle, context: PassContext) -> ModelBundle:
         """Quantise every selected table."""
+        if self.scheme:
+            return self.resolved().apply(bundle, context)
         batches: dict[str, TableBatch] = dict(bundle.batches)
         changed: list[str] = []
 

@@ -1,0 +1,182 @@
+"""Measure one recipe on every reference model, and keep README's table in step with the result.
+
+    python scripts/results.py measure     train, run the recipe, write the result file (make results)
+    python scripts/results.py table       write README's table from the result file
+    python scripts/results.py check       exit 1 when README's table is not that of the result file
+
+Each model is measured by the commands a user would type; nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rankopt.environment import collect_environment
+from rankopt.units import format_bytes, format_duration
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "serve-int8"
+MODELS = (
+    "dlrm-synthetic",
+    "dcnv2-synthetic",
+    "deepfm-synthetic",
+    "din-movielens",
+    "hstu-movielens",
+    "dlrm-torchrec-synthetic",
+)
+RESULT = ROOT / "benchmarks" / "results" / "recipes.json"
+README = ROOT / "README.md"
+START, END = "<!-- results:start -->", "<!-- results:end -->"
+COMMAND = "make results"
+
+
+def measure(models: list[str], work: Path) -> None:
+    """Run every model and write the result file; models not measured now keep their rows."""
+    rows = {row["model"]: row for row in _read()["rows"]} if RESULT.exists() else {}
+    for model in models:
+        rows[model] = _measure_one(model, work / model)
+        _write([rows[name] for name in MODELS if name in rows])
+    write_table()
+
+
+def _measure_one(model: str, folder: Path) -> dict[str, Any]:
+    card = folder / "training" / "card.yaml"
+    if not card.exists():
+        _rankopt("train", f"models/{model}.yaml", "--out", str(folder / "training"))
+    _rankopt(
+        "run", f"recipes/{RECIPE}.yaml", "--model", str(card), "--out", str(folder / "run"),
+        "--overwrite", allowed=(0, 1, 3),
+    )  # fmt: skip
+    report = json.loads((folder / "run" / "report.json").read_text(encoding="utf-8"))
+    return {
+        "model": model,
+        "verdict": report["verdict"],
+        "reasons": report["reasons"],
+        "quality": report["quality"],
+        "latency": report["latency"],
+        "baselines": report["baselines"],
+        "size": report["size"],
+        "passes": report["passes"],
+        "data": {key: report["data"][key] for key in ("num_rows", "positives")},
+        "statistics_unit": report["statistics_unit"],
+        "notes": report["environment"]["notes"],
+        "made_at": report["made_at"],
+    }
+
+
+def _rankopt(*arguments: str, allowed: tuple[int, ...] = (0,)) -> None:
+    command = [sys.executable, "-m", "rankopt", *arguments]
+    print("$ rankopt " + " ".join(arguments), flush=True)
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    if done.returncode not in allowed:
+        sys.exit(f"rankopt {arguments[0]} ended with {done.returncode}")
+
+
+def _write(rows: list[dict[str, Any]]) -> None:
+    environment = collect_environment().model_dump(mode="json", exclude={"compiler"})
+    content = {
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment,
+        "command": COMMAND,
+        "recipe": RECIPE,
+        "rows": rows,
+    }
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _read() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    return content
+
+
+def table() -> str:
+    """Write the result file as the Markdown that stands in README."""
+    content = _read()
+    environment = content["environment"]
+    isa = ", ".join(name for name in environment["isa"] if name in _NOTABLE)
+    lines = [
+        f"`{content['command']}`, {content['made_at'][:10]}: {environment['num_usable_cores']} cores "
+        f"of {environment['cpu_model']} ({isa}), torch {environment['libraries']['torch']}, recipe "
+        f"`{content['recipe']}`. Speed-ups are ratios of medians in one interleaved run with 95 % "
+        "intervals; control is eager PyTorch with the same threads.",
+        "",
+        "| model | verdict | speed-up, batch 1 | batch 512 | over plain AOTInductor, batch 1 "
+        "| batch 512 | weights | NE change | judged on |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(_row(row) for row in content["rows"])])
+
+
+_NOTABLE = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "amx_bf16")
+
+
+def _row(row: dict[str, Any]) -> str:
+    cells = [row["model"], row["verdict"]]
+    cells += [_speedup(row["latency"], batch) for batch in (1, 512)]
+    cells += [_speedup(row["baselines"], batch) for batch in (1, 512)]
+    size, ne = row["size"], row["quality"]["ne"]
+    ratio = size["control_bytes"] / size["candidate_bytes"]
+    cells.append(f"{ratio:.2f}x smaller, {format_bytes(size['candidate_bytes'])}")
+    cells.append(f"{ne['delta']:+.3%} [{ne['ci_low']:+.3%}, {ne['ci_high']:+.3%}]")
+    clusters = ne["num_clusters"]
+    unit = "" if row["statistics_unit"] == "row" else f", {clusters:,} x {row['statistics_unit']}"
+    cells.append(f"{ne['num_rows']:,} test rows{unit}")
+    return "| " + " | ".join(cells) + " |"
+
+
+def _speedup(rows: list[dict[str, Any]], batch: int) -> str:
+    for row in rows:
+        if row["batch_size"] == batch:
+            candidate = format_duration(row["candidate_p50_ns"])
+            return (
+                f"{row['speedup']:.2f} [{row['ci_low']:.2f}, {row['ci_high']:.2f}] "
+                f"({candidate}, n = {row['num_samples']:,})"
+            )
+    return "not measured"
+
+
+def _readme_with_table() -> str:
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{table()}\n{END}{after}"
+
+
+def write_table() -> None:
+    """Put the table into README, between its markers."""
+    README.write_text(_readme_with_table(), encoding="utf-8")
+
+
+def check() -> int:
+    """Tell whether README's table is that of the result file."""
+    if README.read_text(encoding="utf-8") == _readme_with_table():
+        return 0
+    print("README's table is not that of the result file; run: python scripts/results.py table")
+    return 1
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("action", choices=("measure", "table", "check"))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "results")
+    given = parser.parse_args()
+    if given.action == "measure":
+        measure(given.models, given.work)
+    elif given.action == "table":
+        write_table()
+    else:
+        return check()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
