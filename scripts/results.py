@@ -102,8 +102,9 @@ def table() -> str:
     environment = content["environment"]
     isa = ", ".join(name for name in environment["isa"] if name in _NOTABLE)
     lines = [
-        f"`{content['command']}`, {content['made_at'][:10]}: {environment['num_usable_cores']} cores "
-        f"of {environment['cpu_model']} ({isa}), torch {environment['libraries']['torch']}, recipe "
+        f"`{content['command']}`, {content['made_at'][:10]}: {environment['num_usable_cores']} "
+        f"cores of {environment['cpu_model']} ({isa}), "
+        f"torch {environment['libraries']['torch']}, recipe "
         f"`{content['recipe']}`. Speed-ups are ratios of medians in one interleaved run with 95 % "
         "intervals; control is eager PyTorch with the same threads.",
         "",

@@ -53,7 +53,8 @@ Progress = Callable[[str], None]
 
 TUNING_ROWS = 8_192
 """Rows that keep-or-drop decisions look at; the verdict is on other rows."""
-TRACE_ROWS = 64
+DRIFT_ROWS = 256
+"""Rows on which each pass's change of the scores is measured."""
 BASELINE = "aoti-fp32"
 """Label of the arm that went through the export pass alone."""
 
@@ -161,9 +162,7 @@ def _optimize_into(
         for note in built.notes:
             progress(note)
         progress("exporting the model")
-        sample = {
-            name: value.clone() for name, value in tuning.slice(0, TRACE_ROWS).features.items()
-        }
+        sample = tuning.slice(0, DRIFT_ROWS).features
         bundle = build_bundle(card, built.module, sample)
         bench = TrialBench(
             export=next(step for step in recipe.passes if step.purpose == "artifact"),

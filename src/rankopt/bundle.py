@@ -6,6 +6,7 @@ is a frozen value: a pass returns a new one, so dropping a pass means keeping th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from rankopt.artifact.contract import contract_of, random_features
 from rankopt.errors import ExportError
 from rankopt.models.card import KjtInput, ModelCard, RaggedIdsInput
 from rankopt.models.serving import ServingModule
 from rankopt.tables import TableBatch
 
+TRACE_ROWS = 7
+_MOST_TRIES = 20
 MAX_BATCH = 1 << 16
 """Largest batch an artifact takes; the bound stands in its contract."""
 
@@ -31,7 +35,7 @@ class ModelBundle:
     Attributes:
         card: where it came from.
         program: the exported graph, inference only, weights inside.
-        sample: flat features of real rows (B not 0 or 1), to trace again and to measure drift on.
+        sample: flat features of real rows, to measure drift on.
         batches: table batches in the graph, by the name of the constant that holds their rows.
         inductor_options: compiler options, patched around the compile and nowhere else.
         provided: what passes have established (`fused_embeddings`, `int8_dense`, ...).
@@ -63,8 +67,9 @@ class ModelBundle:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of parameters and tables as they will be stored."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.constants.values())
+        """Bytes of parameters and tables as they will be stored; tied ones count once."""
+        seen = {(value.data_ptr(), value.nbytes): value.nbytes for value in self.constants.values()}
+        return sum(seen.values())
 
     def edit(self, rewrite: Callable[[GraphModule], None], **changes: Any) -> ModelBundle:
         """Rewrite the graph in place on a copy and trace the result again.
@@ -78,7 +83,7 @@ class ModelBundle:
         _drop_unread(graph_module)
         graph_module.graph.lint()
         graph_module.recompile()
-        program = export_module(graph_module, self.card, self.sample)
+        program = export_module(graph_module, self.card)
         return replace(self, program=program, **changes)
 
 
@@ -88,20 +93,19 @@ def build_bundle(card: ModelCard, model: nn.Module, sample: Mapping[str, Tensor]
     Args:
         card: describes the model's inputs and outputs.
         model: the module with its weights, in eval mode.
-        sample: flat features of at least two real rows.
+        sample: flat features of real rows.
 
     Raises:
         ExportError: torch.export refused; the message carries its reason.
     """
-    program = export_module(ServingModule(card, model.eval()), card, sample)
+    program = export_module(ServingModule(card, model.eval()), card)
     return ModelBundle(card=card, program=program, sample=sample)
 
 
-def export_module(
-    module: nn.Module, card: ModelCard, sample: Mapping[str, Tensor]
-) -> ExportedProgram:
-    """Trace a module with the card's dims dynamic, and assert that they stayed so."""
-    inputs = tuple(sample[name] for name in card.tensor_names)
+def export_module(module: nn.Module, card: ModelCard) -> ExportedProgram:
+    """Trace a module with the card's dims dynamic."""
+    example = trace_example(card)
+    inputs = tuple(example[name] for name in card.tensor_names)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     try:
@@ -116,6 +120,24 @@ def export_module(
             "branch on a tensor, or a fixed batch size inside forward."
         ) from error
     return program
+
+
+def trace_example(card: ModelCard) -> dict[str, Tensor]:
+    """Make up rows to trace on, with no dim of size 0 or 1 and no two of the same size.
+
+    torch.export freezes a dim whose example is 0 or 1 (pytorch issue 133653), and real rows often
+    have empty histories.
+    """
+    contract = contract_of(card)
+    for seed in itertools.count():
+        generator = torch.Generator().manual_seed(seed)
+        features = random_features(contract, TRACE_ROWS, generator, fill=0.8)
+        sizes = [len(features[entry.name]) for entry in contract if entry.role == "values"]
+        distinct = len({*sizes, TRACE_ROWS}) == len(sizes) + 1
+        # Sizes repeat only where lists are so short that they must.
+        if min(sizes, default=2) >= 2 and (distinct or seed > _MOST_TRIES):
+            return features
+    raise ExportError(f"{card.where}: no rows to trace on could be made up.")
 
 
 def dynamic_shapes(card: ModelCard, module: nn.Module | None = None) -> Any:

@@ -26,6 +26,8 @@ MAX_BATCH = 513
 BATCHES = (1, 2, 7, MAX_BATCH)
 FILLS = (0.0, 0.01, 1.0)
 """Mean length of bags as a share of the longest: all empty, some empty, most of them full."""
+SIZES = ((1, 0.0), (2, 1.0), (7, 0.01), (513, 0.0), (513, 0.01))
+"""Batch and fill for tests on the graph; artifacts are run on every pair."""
 
 
 class Zoo(nn.Module):

@@ -10,7 +10,7 @@ Shapes: N rows of a table, D its width, B rows of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -110,7 +110,26 @@ def fake(node: Node) -> Tensor:
 
 def find_lookups(module: GraphModule) -> list[Lookup]:
     """List every lookup on a constant table, in graph order, refused ones with their reason."""
-    return list(_lookups(module))
+    found = list(_lookups(module))
+    return [
+        replace(lookup, refusal=lookup.refusal or _padding_refusal(lookup, found))
+        for lookup in found
+    ]
+
+
+def _padding_refusal(lookup: Lookup, found: list[Lookup]) -> str | None:
+    """Refuse a bag whose left-out row another lookup of the table reads.
+
+    A batched sum leaves a row out by holding zeros in it, so the row must be zero already or be
+    left out by every lookup of the table.
+    """
+    padding = lookup.padding_idx
+    if padding is None or not bool(lookup.weight[padding].any()):
+        return None
+    others = [other for other in found if other.table == lookup.table]
+    if all(other.padding_idx == padding for other in others):
+        return None
+    return f"its sum leaves out row {padding}, which another lookup of the table reads"
 
 
 def _lookups(module: GraphModule) -> Iterator[Lookup]:

@@ -100,7 +100,7 @@ class QuantizeEmbeddings(Pass):
             changed.extend(name for name, dtype in dtypes.items() if dtype != "fp32")
             for name in {owner for _, owner in fused.values()}:
                 batches[name] = _requantise(module, name, bundle.batches[name], dtypes)
-            _quantise_lookups(module, lookups, dtypes, batches, context)
+            _quantise_lookups(module, lookups, dtypes, batches)
 
         quantised = bundle.edit(rewrite, batches=batches, provided=bundle.provided | self.provides)
         return quantised if changed else bundle
@@ -120,6 +120,7 @@ class QuantizeEmbeddings(Pass):
             list(shapes), self.rules, default, where="quantize_embeddings.rules", noun="table"
         )
         refused = {lookup.table: lookup.refusal for lookup in lookups if lookup.refusal}
+        refused |= dict.fromkeys(_chained_tables(lookups), "its ids depend on rows of a table")
         dtypes: dict[str, TableDtype] = {}
         for name, (num_rows, dim) in shapes.items():
             if name in refused:
@@ -192,15 +193,12 @@ def _quantise_lookups(
     lookups: list[Lookup],
     dtypes: Mapping[str, TableDtype],
     batches: dict[str, TableBatch],
-    context: PassContext,
 ) -> None:
     movable = [lk for lk in lookups if lk.refusal is None and dtypes[lk.table] != "fp32"]
     # A table that is pooled somewhere goes into the common store with all its lookups: reading
     # the others from a constant of their own would store it twice.
-    pooled = {lookup.table for lookup in movable if lookup.form == "bag"}
-    batched, chained = without_chained([lk for lk in movable if lk.table in pooled])
-    for lookup in chained:
-        context.note(f"{lookup.table}: left alone, its ids depend on rows of another table")
+    pooled = _pooled_tables(movable)
+    batched = [lookup for lookup in movable if lookup.table in pooled]
     if batched:
         store, batch = emit_groups(module, group_lookups(batched), dtypes)
         batches[store] = batch
@@ -208,6 +206,17 @@ def _quantise_lookups(
     for lookup in movable:
         if lookup.table not in pooled:
             _gather_packed(module, lookup, dtypes[lookup.table], packed)
+
+
+def _pooled_tables(lookups: list[Lookup]) -> set[str]:
+    return {lookup.table for lookup in lookups if lookup.form == "bag"}
+
+
+def _chained_tables(lookups: list[Lookup]) -> list[str]:
+    """Name pooled tables of which a lookup's ids are computed from rows: no call can hold both."""
+    pooled = _pooled_tables(lookups)
+    _, chained = without_chained([lookup for lookup in lookups if lookup.table in pooled])
+    return [lookup.table for lookup in chained]
 
 
 def _gather_packed(
