@@ -11,18 +11,19 @@ from rankopt.train.loop import train
 
 
 def main(card="din-movielens", recipe="launch-int8", out="runs/pipeline", plan="ab-default"):
+    """Train, optimize, compare and review; return the verdict of each kind of rows."""
     splits = open_splits(load_card(card))
     trained = train(load_card(card), splits, f"{out}/training", overwrite=True).card
     frame = pa.Table.from_batches(splits.test.batches()).to_pandas()
     ray.init(ignore_reinit_error=True, include_dashboard=False)
     verdicts = {}
     for kind, rows in {"pandas": frame, "ray": ray.data.from_pandas(frame)}.items():
-        artifact, plain = f"{out}/{kind}/artifact", f"{out}/{kind}/plain"  # plain: exported as it is
-        where = {"out": artifact, "baseline_out": plain, "overwrite": True}
-        optimize(recipe, trained, data=rows, **where)
-        where = {"out": f"{out}/{kind}/review", "overwrite": True}
-        report = compare(trained, artifact, rows, baselines={"aoti-fp32": plain}, plan=plan, **where)
-        print(f"{where['out']}/report.html: {report.verdict}", *report.reasons, sep="\n- ")
+        to, plain = f"{out}/{kind}", {"aoti-fp32": f"{out}/{kind}/plain"}  # exported as it is
+        again = {"data": rows, "overwrite": True}
+        optimize(recipe, trained, out=f"{to}/artifact", baseline_out=plain["aoti-fp32"], **again)
+        options = {"plan": plan, "baselines": plain, "out": f"{to}/review"}
+        report = compare(trained, f"{to}/artifact", **options, **again)
+        print(f"{to}/review/report.html: {report.verdict}", *report.reasons, sep="\n- ")
         verdicts[kind] = report.verdict
     return verdicts
 

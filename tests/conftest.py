@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports torch or ray: the suite shares two cores with Ray's workers, and a test
 # must not call home.
@@ -16,6 +17,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+# A deadline per example measures the neighbours on a shared machine, not the code.
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 
 @dataclass(frozen=True)

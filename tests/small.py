@@ -18,7 +18,7 @@ from rankopt.bench.plan import BenchPlan
 from rankopt.data.synthetic import SyntheticOptions, generate
 from rankopt.units import NS_PER_MS
 
-NET = '''
+NET = """
 import torch
 from torch import nn
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 def make(**config):
     return Net(**config)
-'''
+"""
 
 CARD: dict[str, Any] = {
     "name": "small",
@@ -130,8 +130,8 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder / "card.yaml"
 
 
-def write_plan(file: Path) -> Path:
-    file.write_text(yaml.safe_dump(PLAN.model_dump(mode="json", exclude_none=True)))
+def write_plan(file: Path, plan: BenchPlan = PLAN) -> Path:
+    file.write_text(yaml.safe_dump(plan.model_dump(mode="json", exclude_none=True)))
     return file
 
 
@@ -147,14 +147,19 @@ def model(root: Path) -> Path:
     return _once("model", root, make)
 
 
-def trained(root: Path) -> Path:
+def trained(root: Path, seed: int = 0) -> Path:
     """Return the folder that `rankopt train` wrote."""
     from rankopt.data.splits import open_splits
     from rankopt.models.card import load_card
     from rankopt.train.loop import train
 
     card = load_card(model(root) / "card.yaml")
-    return _once("trained", root, lambda folder: _ignore(train(card, open_splits(card), folder)))
+    settings = card.train.model_copy(update={"seed": seed})
+
+    def make(folder: Path) -> None:
+        train(card, open_splits(card), folder, settings)
+
+    return _once(f"trained-{seed}", root, make)
 
 
 def artifact(root: Path) -> Path:
@@ -162,17 +167,13 @@ def artifact(root: Path) -> Path:
     from rankopt.api import optimize
 
     card, recipe = trained(root) / "card.yaml", model(root) / "recipe.yaml"
-    return _once(
-        "artifact",
-        root,
-        lambda folder: _ignore(optimize(recipe, card, out=folder, num_threads=1)),
-    )
+
+    def make(folder: Path) -> None:
+        optimize(recipe, card, out=folder, num_threads=1)
+
+    return _once("artifact", root, make)
 
 
 def copy_of(folder: Path, target: Path) -> Path:
     shutil.copytree(folder, target)
     return target
-
-
-def _ignore(_: object) -> None:
-    return None

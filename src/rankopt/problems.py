@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -45,10 +46,15 @@ def _problem(where: str, item: Any, model: type[BaseModel]) -> Problem:
     if kind == "missing":
         return Problem(where, "is required")
     if kind in {"literal_error", "enum"}:
-        return Problem(where, f"must be one of {context['expected']}", item["input"])
+        return Problem(where, f"must be one of {_choices(context['expected'])}", item["input"])
     if kind in {"union_tag_invalid", "union_tag_not_found"}:
         expected = context.get("expected_tags", "a known kind")
         return Problem(where, f"kind must be one of {expected}", context.get("tag"))
     if kind == "value_error":
         return Problem(where, str(context["error"]))
     return Problem(where, item["msg"].lower(), item["input"])
+
+
+def _choices(expected: str) -> str:
+    """Turn pydantic's `'a', 'b' or 'c'` into `a, b, c`."""
+    return ", ".join(re.findall(r"'([^']*)'", expected)) or expected

@@ -23,6 +23,9 @@ TYPE_CODES: dict[TableDtype, int] = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3,
 
 BITS: dict[TableDtype, int] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
 SCALE_BIAS_BYTES = 4
+PACKING_UNIT_BITS = 16
+"""fbgemm's row quantisation wants the packed values of a row in whole units of 2 bytes."""
+FP16_MAX = 65504.0
 MAX_ELEMENTS = 2**31 - 1
 """fbgemm's row quantisation indexes with 32 bits: a larger table is packed in row blocks."""
 
@@ -65,12 +68,21 @@ def row_bytes(dim: int, dtype: TableDtype) -> int:
 
 def refusal(dim: int, dtype: TableDtype) -> str | None:
     """Say why a table of width `dim` cannot or should not take `dtype`; None when it fits."""
-    per_byte = 8 // BITS[dtype] if BITS[dtype] < 8 else 1
-    if dim % per_byte:
-        return f"{dtype} packs {per_byte} values a byte, and D = {dim} is no multiple of {per_byte}"
     packed, plain = row_bytes(dim, dtype), row_bytes(dim, "fp32")
     if packed >= plain:
         return f"a packed {dtype} row takes {packed} bytes against {plain} in fp32 (D = {dim})"
+    per_unit = PACKING_UNIT_BITS // BITS[dtype]
+    if dtype.startswith("int") and dim % per_unit:
+        return f"fbgemm packs {per_unit} {dtype} values at once, and D = {dim} is no multiple"
+    return None
+
+
+def range_refusal(weight: Tensor) -> str | None:
+    """Say why no narrower type can hold the values of a table; None when one can."""
+    if not bool(torch.isfinite(weight).all()):
+        return "its rows are not all finite"
+    if weight.numel() and float(weight.abs().max()) > FP16_MAX:
+        return "a value exceeds fp16's range, in which a packed row keeps its scale and bias"
     return None
 
 

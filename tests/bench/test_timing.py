@@ -56,7 +56,7 @@ def test_drift_hits_both_arms_alike(rows_file, plan, arm):
     control = [record for record in records if record.arm == "control"]
     assert control[-1].latency_ns.min() > 1.1 * control[0].latency_ns.min(), "drift was planted"
     assert row.ci_low <= 1 <= row.ci_high
-    assert row.speedup == pytest.approx(1, abs=0.05)
+    assert row.speedup == pytest.approx(1, abs=0.25), "one after the other would give 0.5"
 
 
 def test_three_arms_take_turns_in_mirrored_order(rows_file, plan, arm, tmp_path):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 
 from rankopt.kernels import ops
-from rankopt.kernels.packing import pack_linear_int8, quantize_linear_weight
+from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8, quantize_linear_weight
 
 
-class TwoLayers(nn.Module):
+class Layers(nn.Module):
     """One layer of each operator, with and without bias and slope."""
 
     packed: Tensor
@@ -30,9 +30,11 @@ class TwoLayers(nn.Module):
         levels, scale = quantize_linear_weight(torch.randn(7, 20, generator=generator))
         self.register_buffer("levels", levels)
         self.register_buffer("levels_scale", scale)
+        self.register_buffer("narrow", pack_linear_fp32(torch.randn(3, 7, generator=generator)))
+        self.register_buffer("narrow_bias", torch.randn(3, generator=generator))
         self.register_buffer("handle", torch.zeros(1, dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         one = torch.ops.rankopt.linear_int8(
             x, self.packed, self.scale, self.bias, self.slope, 20, 7
         )
@@ -40,12 +42,13 @@ class TwoLayers(nn.Module):
         three = torch.ops.rankopt.linear_fbgemm(
             one, self.levels, self.levels_scale, None, self.handle
         )
-        return one, two, three
+        four = torch.ops.rankopt.linear_fp32(three, self.narrow, self.narrow_bias, None, 3)
+        return one, two, three, four
 
 
 @pytest.mark.parametrize("c_shims", [False, True])
 def test_compiled_operators_equal_eager(tmp_path: Path, c_shims: bool) -> None:
-    module = TwoLayers()
+    module = Layers()
     # Three dims: histories go through the same layer as [B, L, K].
     example = (torch.zeros(4, 3, 10),)
     shapes = ({0: torch.export.Dim("batch", min=1)},)

@@ -129,5 +129,6 @@ def test_only_entry_points_are_exported() -> None:
         check=True,
     ).stdout
     names = {line.split()[-1] for line in listing.splitlines()}
-    assert {"aoti_torch_cpu_linear_int8", "aoti_torch_cpu_linear_fbgemm"} <= names
+    entries = ("linear_fbgemm", "linear_fp32", "linear_int8")
+    assert {f"aoti_torch_cpu_{entry}" for entry in entries} <= names
     assert not [name for name in names if "Avx" in name or "quantize" in name]

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankopt.kernels.packing import (
+    pack_linear_fp32,
     pack_linear_int8,
     packed_size_bytes,
     quantize_linear_weight,
+    unpack_linear_fp32,
     unpack_linear_int8,
 )
 
@@ -38,6 +40,28 @@ def test_layout_is_the_documented_one() -> None:
     sums = packed[2 * 2 * 64 :].view(torch.int32)
     assert sums[:17].tolist() == levels.sum(dim=1, dtype=torch.int32).tolist()
     assert sums[17:].abs().sum() == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_outputs=st.integers(1, 40), num_inputs=st.integers(0, 40), seed=st.integers(0, 999))
+def test_unpack_is_the_inverse_of_pack_in_fp32(
+    num_outputs: int, num_inputs: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator)
+    packed = pack_linear_fp32(weight)
+    assert torch.equal(unpack_linear_fp32(packed, num_outputs, num_inputs), weight)
+
+
+def test_fp32_layout_is_the_documented_one() -> None:
+    weight = torch.arange(1.0, 1 + 17 * 6).reshape(17, 6)
+    tiles = pack_linear_fp32(weight).view(2, 6, 16)
+    assert torch.equal(tiles[0, 2], weight[:16, 2])
+    assert torch.equal(tiles[1, :, 0], weight[16])
+    assert tiles[1, :, 1:].abs().sum() == 0
+    rows = pack_linear_fp32(weight.reshape(-1)[:80].reshape(4, 20)).view(4, 32)
+    assert torch.equal(rows[1, :20], torch.arange(21.0, 41.0))
+    assert rows[:, 20:].abs().sum() == 0
 
 
 def test_quantised_weight_is_within_half_a_level() -> None:
@@ -78,3 +102,7 @@ def test_levels_that_cannot_be_packed_are_refused() -> None:
         pack_linear_int8(torch.zeros(2, 2))
     with pytest.raises(ValueError, match="packed must be 384 int8 values for 17 x 6"):
         unpack_linear_int8(torch.zeros(384 + 1, dtype=torch.int8), 17, 6)
+    with pytest.raises(ValueError, match="float32 matrix"):
+        pack_linear_fp32(torch.zeros(2, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="packed must be 192 float32 values for 17 x 6"):
+        unpack_linear_fp32(torch.zeros(191), 17, 6)

@@ -34,6 +34,14 @@ def test_grid_holds_the_shapes_that_break_kernels() -> None:
     assert len({str(case) for case in cases}) == len(cases)
 
 
+def test_fp32_grid_holds_narrow_and_wide_layers() -> None:
+    cases = KERNELS["linear_fp32"].cases
+    assert {case.num_rows for case in cases} >= {0, 1, 2, 5, 17, 513}
+    assert {case.num_inputs for case in cases} >= {1, 13, 40, 80, 256, 1024}
+    assert {case.num_outputs for case in cases} >= {1, 2, 4, 5, 15, 16, 17, 80, 512}
+    assert len({str(case) for case in cases}) == len(cases)
+
+
 @pytest.mark.parametrize(
     ("result", "expected", "holds"),
     [

@@ -40,6 +40,29 @@ def linear_int8(
     return result
 
 
+def linear_fp32(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None = None,
+    negative_slope: Tensor | None = None,
+    *,
+    num_outputs: int,
+) -> Tensor:
+    """Multiply by packed float32 weights, adding up in an order that the layer alone decides.
+
+    A row's result is the same bit for bit alone, anywhere in a batch, beside any neighbours, with
+    any number of threads and on every instruction set; `torch.nn.functional.linear` adds up in
+    another order for another batch size.
+
+    Shapes: x float32 [..., K]; packed as `packing.pack_linear_fp32` makes it; bias float32 [N];
+    negative_slope float32 [1] or [N], what negative results are multiplied by (0 is ReLU);
+    returns float32 [..., N].
+    """
+    load_kernels()
+    result: Tensor = torch.ops.rankopt.linear_fp32(x, packed, bias, negative_slope, num_outputs)
+    return result
+
+
 def linear_fbgemm(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, handle: Tensor
 ) -> Tensor:
@@ -96,6 +119,10 @@ def aoti_c_shims() -> dict[Any, list[str]]:
             "AOTITorchError aoti_torch_cpu_linear_int8(AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, "
             "AtenTensorHandle*)"
+        ],
+        ops.linear_fp32.default: [
+            "AOTITorchError aoti_torch_cpu_linear_fp32(AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle*, AtenTensorHandle*, int64_t, AtenTensorHandle*)"
         ],
         ops.linear_fbgemm.default: [
             "AOTITorchError aoti_torch_cpu_linear_fbgemm(AtenTensorHandle, AtenTensorHandle, "

@@ -1,10 +1,15 @@
-"""Quantise a linear layer's weight and lay it out for the `rankopt::linear_int8` kernel.
+"""Lay a linear layer's weight out for the kernels, quantised or not.
 
-Shapes: N outputs, K inputs. Layout of a packed weight, a flat int8 tensor with zeros as padding,
-the same bytes for every instruction set::
+Shapes: N outputs, K inputs. Padding is zeros and the bytes are the same for every instruction set.
+A packed weight of `rankopt::linear_int8`, a flat int8 tensor::
 
     int8  tiles[ceil(N / 16)][ceil(K / 4)][16][4]
     int32 column_sum[16 * ceil(N / 16)]            the sum of each output's weights, little-endian
+
+A packed weight of `rankopt::linear_fp32`, a flat float32 tensor::
+
+    float tiles[ceil(N / 16)][K][16]               more than 4 outputs
+    float rows[N][16 * ceil(K / 16)]               at most 4 outputs: the sum runs in 16 lanes
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from torch import Tensor
 TILE_OUTPUTS = 16
 TILE_INPUTS = 4
 MAX_LEVEL = 127
+NARROW_OUTPUTS = 4
+LANE_INPUTS = 16
 
 
 def quantize_linear_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +91,51 @@ def packed_size_bytes(num_outputs: int, num_inputs: int) -> int:
     """Return the size of a packed weight, column sums included."""
     num_tiles, num_steps = _counts(num_outputs, num_inputs)
     return num_tiles * TILE_OUTPUTS * (num_steps * TILE_INPUTS + 4)
+
+
+def pack_linear_fp32(weight: Tensor) -> Tensor:
+    """Lay float32 weights [N, K] out for the kernel.
+
+    Raises:
+        ValueError: the weight is not a float32 matrix.
+    """
+    if weight.dim() != 2 or weight.dtype != torch.float32:
+        raise ValueError(f"weight must be a float32 matrix; got {weight.dtype} {[*weight.shape]}")
+    num_outputs, num_inputs = weight.shape
+    if num_outputs <= NARROW_OUTPUTS:
+        padded = torch.zeros(num_outputs, _lanes(num_inputs))
+        padded[:, :num_inputs] = weight.detach()
+        return padded.reshape(-1)
+    num_tiles = -(-num_outputs // TILE_OUTPUTS)
+    padded = torch.zeros(num_tiles * TILE_OUTPUTS, num_inputs)
+    padded[:num_outputs] = weight.detach()
+    return padded.view(num_tiles, TILE_OUTPUTS, num_inputs).transpose(1, 2).reshape(-1)
+
+
+def unpack_linear_fp32(packed: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
+    """Return the float32 weights [N, K] that `pack_linear_fp32` was given.
+
+    Raises:
+        ValueError: `packed` has not the size of a weight of that shape.
+    """
+    narrow = num_outputs <= NARROW_OUTPUTS
+    num_tiles = -(-num_outputs // TILE_OUTPUTS)
+    size = num_outputs * _lanes(num_inputs) if narrow else num_tiles * TILE_OUTPUTS * num_inputs
+    if packed.dtype != torch.float32 or packed.numel() != size:
+        raise ValueError(
+            f"packed must be {size} float32 values for {num_outputs} x {num_inputs}; "
+            f"got {packed.numel()} of {packed.dtype}"
+        )
+    if narrow:
+        padded = packed.view(num_outputs, _lanes(num_inputs))
+    else:
+        tiles = packed.view(num_tiles, num_inputs, TILE_OUTPUTS)
+        padded = tiles.transpose(1, 2).reshape(num_tiles * TILE_OUTPUTS, num_inputs)
+    return padded[:num_outputs, :num_inputs].contiguous()
+
+
+def _lanes(num_inputs: int) -> int:
+    return -(-num_inputs // LANE_INPUTS) * LANE_INPUTS
 
 
 def _counts(num_outputs: int, num_inputs: int) -> tuple[int, int]:

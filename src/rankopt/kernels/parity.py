@@ -32,7 +32,7 @@ Slope = Literal["none", "one", "per_output"]
 
 @dataclass(frozen=True)
 class LinearCase:
-    """One call of a quantised linear kernel."""
+    """One call of a linear kernel; `activation_bits` is for the quantised ones."""
 
     num_rows: int
     num_inputs: int
@@ -56,13 +56,15 @@ class LinearInputs:
 
     Attributes:
         x: float32 [..., K].
-        levels: int8 weights [N, K].
+        weight: float32 [N, K].
+        levels: the weight quantised, int8 [N, K].
         scale: float32 [N], what a level stands for.
         bias: float32 [N], or None.
         negative_slope: float32 [1] or [N], or None.
     """
 
     x: Tensor
+    weight: Tensor
     levels: Tensor
     scale: Tensor
     bias: Tensor | None
@@ -100,6 +102,36 @@ LINEAR_INT8_CASES: tuple[LinearCase, ...] = tuple(
 )
 
 
+def _fp32_grid() -> Iterator[LinearCase]:
+    inputs, outputs = (1, 13, 40, 80, 256, 1024), (1, 2, 4, 5, 15, 16, 17, 80, 512)
+    for shape in itertools.product((0, 1, 2, 5, 17), inputs, outputs):
+        yield LinearCase(*shape)
+    layers = ((13, 512), (256, 1), (40, 80), (1, 17), (80, 2), (1024, 16), (40, 1), (256, 70))
+    for num_inputs, num_outputs in layers:
+        yield LinearCase(513, num_inputs, num_outputs)
+    for shape in itertools.product((1, 5, 17), (7, 48), (1, 3, 17, 80)):
+        values: tuple[Values, ...]
+        values = ("alternating", "zero", "tiny", "huge", "nonfinite", "loud")
+        for kind in values:
+            yield LinearCase(*shape, values=kind)
+        layouts: tuple[Layout, ...] = ("row_stride", "transposed", "three_dims")
+        for layout in layouts:
+            yield LinearCase(*shape, layout=layout)
+        slopes: tuple[Slope, ...] = ("one", "per_output")
+        for slope in slopes:
+            yield LinearCase(*shape, negative_slope=slope)
+            yield LinearCase(*shape, negative_slope=slope, has_bias=False, values="nonfinite")
+    # Large enough that several threads share it: by rows, and by outputs.
+    yield LinearCase(600, 192, 144, negative_slope="one")
+    yield LinearCase(1, 2048, 700)
+    yield LinearCase(4000, 90, 1, negative_slope="one")
+    yield LinearCase(3, 0, 17)
+    yield LinearCase(3, 0, 2)
+
+
+LINEAR_FP32_CASES: tuple[LinearCase, ...] = tuple(_fp32_grid())
+
+
 def make_linear_inputs(case: LinearCase) -> LinearInputs:
     """Draw a case's tensors: the same ones every time."""
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
@@ -118,9 +150,8 @@ def make_linear_inputs(case: LinearCase) -> LinearInputs:
         "one": torch.zeros(1),
         "per_output": torch.rand(case.num_outputs, generator=generator),
     }[case.negative_slope]
-    return LinearInputs(
-        x, levels, scale, normal(case.num_outputs) if case.has_bias else None, slope
-    )
+    bias = normal(case.num_outputs) if case.has_bias else None
+    return LinearInputs(x, weight, levels, scale, bias, slope)
 
 
 def _rows(case: LinearCase, x: Tensor) -> Tensor:

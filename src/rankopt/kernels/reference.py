@@ -10,7 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from rankopt.kernels.packing import unpack_linear_int8
+from rankopt.kernels.packing import (
+    LANE_INPUTS,
+    NARROW_OUTPUTS,
+    unpack_linear_fp32,
+    unpack_linear_int8,
+)
 
 TINY_PEAK = 2.0**-100
 """A row whose largest absolute value is below this counts as zero."""
@@ -43,10 +48,41 @@ def linear_int8(
     # Sums stay below 2^53, so float64 holds them exactly.
     exact = quantized.to(torch.float64) @ weight.to(torch.float64).T
     result = exact.to(torch.float32) * (row_scale * scale)
-    if bias is not None:
-        result = result + bias
-    if negative_slope is not None:
-        result = torch.where(result >= 0, result, result * negative_slope)
+    result = _epilogue(result, bias, negative_slope)
+    return result.reshape(*x.shape[:-1], num_outputs)
+
+
+def linear_fp32(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    negative_slope: Tensor | None,
+    num_outputs: int,
+) -> Tensor:
+    """Compute `rankopt::linear_fp32` bit for bit: each product added with one rounding, in order.
+
+    Shapes: x float32 [..., K]; packed float32; bias float32 [N]; negative_slope [1] or [N];
+    returns float32 [..., N].
+    """
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    weight = unpack_linear_fp32(packed.reshape(-1), num_outputs, x.shape[-1])
+    if num_outputs > NARROW_OUTPUTS:
+        result = rows.new_zeros(rows.shape[0], num_outputs)
+        for k in range(x.shape[-1]):
+            result = _fma(rows[:, k, None], weight[None, :, k], result)
+    else:
+        num_steps = -(-x.shape[-1] // LANE_INPUTS)
+        padding = (0, num_steps * LANE_INPUTS - x.shape[-1])
+        rows = torch.nn.functional.pad(rows, padding).view(rows.shape[0], num_steps, LANE_INPUTS)
+        weight = torch.nn.functional.pad(weight, padding).view(num_outputs, num_steps, LANE_INPUTS)
+        lanes = rows.new_zeros(rows.shape[0], num_outputs, LANE_INPUTS)
+        for step in range(num_steps):
+            lanes = _fma(rows[:, None, step], weight[None, :, step], lanes)
+        while lanes.shape[-1] > 1:
+            half = lanes.shape[-1] // 2
+            lanes = lanes[..., :half] + lanes[..., half:]
+        result = lanes[..., 0]
+    result = _epilogue(result, bias, negative_slope)
     return result.reshape(*x.shape[:-1], num_outputs)
 
 
@@ -74,6 +110,33 @@ def linear_fbgemm(
     if bias is not None:
         result = result + bias.to(torch.float64)
     return result.to(torch.float32).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _epilogue(result: Tensor, bias: Tensor | None, negative_slope: Tensor | None) -> Tensor:
+    if bias is not None:
+        result = result + bias
+    if negative_slope is not None:
+        result = torch.where(result >= 0, result, result * negative_slope)
+    return result
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c of float32 rounded once, as the fused instruction does.
+
+    The product is exact in float64. The sum is rounded to odd there (an inexact one gets its last
+    bit set), so that rounding it again to float32 cannot fall on the wrong side of a tie.
+
+    Source: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums" (2008).
+    """
+    product, addend = a.to(torch.float64) * b.to(torch.float64), c.to(torch.float64)
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    even = (total.view(torch.int64) & 1) == 0
+    nudged = even & (error != 0) & total.isfinite()
+    away_from_zero = (error > 0) == (total > 0)
+    step = torch.where(away_from_zero, 1, -1) * nudged
+    return (total.view(torch.int64) + step).view(torch.float64).to(torch.float32)
 
 
 def _peak(rows: Tensor) -> Tensor:

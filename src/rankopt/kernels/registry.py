@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rankopt.kernels import ops, reference
 from rankopt.kernels.build import load_kernels
-from rankopt.kernels.packing import pack_linear_int8
+from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
     LINEAR_CASES,
+    LINEAR_FP32_CASES,
     LINEAR_INT8_CASES,
     Agreement,
     LinearCase,
@@ -95,6 +96,12 @@ def _linear_int8_arguments(case: LinearCase) -> Arguments:
     )
 
 
+def _linear_fp32_arguments(case: LinearCase) -> Arguments:
+    given = make_linear_inputs(case)
+    packed = pack_linear_fp32(given.weight)
+    return given.x, packed, given.bias, given.negative_slope, case.num_outputs
+
+
 def _linear_fbgemm_arguments(case: LinearCase) -> Arguments:
     given = make_linear_inputs(case)
     handle = torch.zeros(1, dtype=torch.int64)
@@ -120,6 +127,14 @@ KERNELS: dict[str, Kernel] = {
             reference=reference.linear_int8,
             cases=LINEAR_INT8_CASES,
             arguments=_linear_int8_arguments,
+            allowance=None,
+            isas=True,
+        ),
+        Kernel(
+            name="linear_fp32",
+            reference=reference.linear_fp32,
+            cases=LINEAR_FP32_CASES,
+            arguments=_linear_fp32_arguments,
             allowance=None,
             isas=True,
         ),

@@ -45,20 +45,29 @@ def replace(
     Returns:
         Names of the layers changed.
     """
-    changed = []
     graph = module.graph
-    for index, linear in enumerate(linears):
+    names: dict[str, str] = {}
+    for linear in linears:
         reason = _refusal(linear, configuration)
         if reason:
             context.note(f"{linear.layer}: left alone, {reason}")
             continue
-        name = f"torchao_{index}"
-        module.add_submodule(name, _quantised(linear, configuration))
+        if linear.layer not in names:
+            names[linear.layer] = _free_name(module, f"torchao_{linear.layer.replace('.', '_')}")
+            module.add_submodule(names[linear.layer], _quantised(linear, configuration))
         with graph.inserting_before(linear.node):
-            new = graph.call_module(name, (arguments(linear.node)[0],))
+            new = graph.call_module(names[linear.layer], (arguments(linear.node)[0],))
         linear.node.replace_all_uses_with(new)
-        changed.append(linear.layer)
-    return changed
+    if names and configuration == "int4_weight_only":
+        context.note("int4 weights take a byte each here: torchao packs them for its own kernels")
+    return list(names)
+
+
+def _free_name(module: GraphModule, name: str) -> str:
+    free, count = name, 1
+    while hasattr(module, free):
+        free, count = f"{name}_{count}", count + 1
+    return free
 
 
 def _refusal(linear: Linear, configuration: Configuration) -> str | None:

@@ -9,7 +9,7 @@ Shapes: N rows of a table, D its width, B rows of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -95,6 +95,22 @@ def add_constant(module: GraphModule, name: str, value: Tensor) -> str:
         free, count = f"{flat}_{count}", count + 1
     module.register_buffer(free, value)
     return free
+
+
+class LayerConstants:
+    """New constants of layers; a layer that is applied twice stores them once."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self._module = module
+        self._names: dict[tuple[str, str], str] = {}
+
+    def node(self, linear: Linear, suffix: str, make: Callable[[], Tensor]) -> Node:
+        """Return a node that reads the layer's constant, made when it is first asked for."""
+        key = (linear.layer, suffix)
+        if key not in self._names:
+            value = make().contiguous()
+            self._names[key] = add_constant(self._module, f"{linear.layer}_{suffix}", value)
+        return self._module.graph.get_attr(self._names[key])
 
 
 def owner(name: str) -> str:

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from rankopt.bundle import ModelBundle
 from rankopt.passes.base import Pass, PassContext, Purpose
-from rankopt.passes.graph import Linear, add_constant, arguments, aten, find_linears
+from rankopt.passes.graph import LayerConstants, Linear, arguments, aten, find_linears
 from rankopt.selectors import Rule, resolve
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,26 +48,27 @@ class Precision(Pass):
             linears = find_linears(module)
             names = list(dict.fromkeys(linear.layer for linear in linears))
             wanted = resolve(names, self.rules, True, where="precision.rules", noun="layer")
+            store = LayerConstants(module)
             for linear in linears:
                 if not wanted[linear.layer]:
                     context.note(f"{linear.layer}: kept in fp32 by the recipe")
                 elif self.dtype == "fp16" and float(linear.weight.abs().max()) > FP16_MAX:
                     context.note(f"{linear.layer}: kept in fp32, a weight exceeds fp16's range")
                 else:
-                    _convert(module, linear, DTYPES[self.dtype])
+                    _convert(linear, DTYPES[self.dtype], store)
                     changed.append(linear.layer)
 
         converted = bundle.edit(rewrite, provided=bundle.provided | self.provides)
         return converted if changed else bundle
 
 
-def _convert(module: GraphModule, linear: Linear, dtype: torch.dtype) -> None:
-    graph = module.graph
+def _convert(linear: Linear, dtype: torch.dtype, store: LayerConstants) -> None:
+    graph = linear.node.graph
     short = str(dtype).removeprefix("torch.")
-    weight = add_constant(module, f"{linear.layer}_{short}", linear.weight.to(dtype).contiguous())
     with graph.inserting_before(linear.node):
         x = graph.call_function(aten.to.dtype, (arguments(linear.node)[0], dtype))
-        product = graph.call_function(aten.linear.default, (x, graph.get_attr(weight)))
+        weight = store.node(linear, short, lambda: linear.weight.to(dtype))
+        product = graph.call_function(aten.linear.default, (x, weight))
         result = graph.call_function(aten.to.dtype, (product, torch.float32))
         if linear.bias is not None:
             # The bias joins in fp32: it costs nothing there and loses nothing.

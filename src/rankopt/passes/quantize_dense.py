@@ -13,11 +13,11 @@ from rankopt.bundle import ModelBundle
 from rankopt.environment import Environment
 from rankopt.errors import Problem
 from rankopt.kernels.build import load_kernels
-from rankopt.kernels.packing import pack_linear_int8, quantize_linear_weight
+from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8, quantize_linear_weight
 from rankopt.models.card import ModelCard
 from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
-from rankopt.passes.graph import Linear, add_constant, arguments, constant, find_linears
+from rankopt.passes.graph import LayerConstants, Linear, arguments, constant, find_linears
 from rankopt.scheme import load_scheme, scheme_problems
 from rankopt.selectors import Rule, resolve
 
@@ -28,7 +28,8 @@ class QuantizeDense(Pass):
     """Run linear layers on int8 weights.
 
     Activations are quantised row by row, never by one scale for the batch, so a row's score does
-    not depend on its neighbours. Layers that are too small to gain stay in fp32.
+    not depend on its neighbours. Layers that are too small to gain stay in fp32, in a kernel whose
+    sums do not depend on the batch either.
 
     `native` is rankopt's own kernel: scaling, bias and ReLU/PReLU in one call, weights stored as
     the kernel reads them. `fbgemm` goes through torch's fbgemm with weights packed when the
@@ -90,16 +91,21 @@ class QuantizeDense(Pass):
         bits = self._bits(context.environment)
 
         def rewrite(module: GraphModule) -> None:
-            chosen = self._choose(find_linears(module), context)
+            linears = find_linears(module)
+            chosen = self._choose(linears, context)
             if self.backend == "torchao":
                 changed.extend(dense_torchao.replace(module, chosen, self.torchao, context))
                 return
+            store = LayerConstants(module)
             for linear in chosen:
                 if self.backend == "native":
-                    replace_native(module, linear, bits)
+                    _replace_native(module, linear, bits, store)
                 else:
-                    _replace_fbgemm(module, linear)
+                    _replace_fbgemm(module, linear, store)
                 changed.append(linear.layer)
+            rest = [linear for linear in linears if linear not in chosen] if changed else []
+            for linear in rest:
+                _replace_fp32(module, linear, store)
 
         quantised = bundle.edit(rewrite, provided=bundle.provided | self.provides)
         return quantised if changed else bundle
@@ -127,40 +133,59 @@ class QuantizeDense(Pass):
         return chosen
 
 
-def replace_native(module: GraphModule, linear: Linear, bits: int) -> None:
+def _replace_native(module: GraphModule, linear: Linear, bits: int, store: LayerConstants) -> None:
     """Put `rankopt::linear_int8` in a linear's place, its activation in the epilogue."""
-    levels, scale = quantize_linear_weight(linear.weight)
-    graph = module.graph
-    with graph.inserting_before(linear.node):
-        new = graph.call_function(
-            torch.ops.rankopt.linear_int8.default,
-            (
-                arguments(linear.node)[0],
-                _constant_node(module, linear, "int8", pack_linear_int8(levels)),
-                _constant_node(module, linear, "scale", scale),
-                arguments(linear.node)[2] if linear.bias is not None else None,
-                _slope_node(module, linear),
-                linear.weight.shape[0],
-                bits,
-            ),
-        )
-    linear.last.replace_all_uses_with(new)
-
-
-def _replace_fbgemm(module: GraphModule, linear: Linear) -> None:
-    levels, scale = quantize_linear_weight(linear.weight)
     graph = module.graph
     with graph.inserting_before(linear.node):
         inputs: tuple[Any, ...] = (
             arguments(linear.node)[0],
-            _constant_node(module, linear, "int8", levels),
-            _constant_node(module, linear, "scale", scale),
+            store.node(linear, "packed", lambda: pack_linear_int8(_quantised(linear)[0])),
+            store.node(linear, "scale", lambda: _quantised(linear)[1]),
+            arguments(linear.node)[2] if linear.bias is not None else None,
+            _slope_node(module, linear, store),
+            linear.weight.shape[0],
+            bits,
+        )
+        new = graph.call_function(torch.ops.rankopt.linear_int8.default, inputs)
+    linear.last.replace_all_uses_with(new)
+
+
+def _replace_fbgemm(module: GraphModule, linear: Linear, store: LayerConstants) -> None:
+    graph = module.graph
+    with graph.inserting_before(linear.node):
+        inputs: tuple[Any, ...] = (
+            arguments(linear.node)[0],
+            store.node(linear, "int8", lambda: _quantised(linear)[0]),
+            store.node(linear, "scale", lambda: _quantised(linear)[1]),
             arguments(linear.node)[2] if linear.bias is not None else None,
             # Zero: not packed yet. The loader writes the handle of what it packed and owns.
-            _constant_node(module, linear, FBGEMM_HANDLE, torch.zeros(1, dtype=torch.int64)),
+            store.node(linear, FBGEMM_HANDLE, lambda: torch.zeros(1, dtype=torch.int64)),
         )
         new = graph.call_function(torch.ops.rankopt.linear_fbgemm.default, inputs)
     linear.node.replace_all_uses_with(new)
+
+
+def _replace_fp32(module: GraphModule, linear: Linear, store: LayerConstants) -> None:
+    """Give a layer that stays in fp32 a kernel that sums in one order whatever the batch.
+
+    MKL's order depends on the batch size: 13 -> 512 and 256 -> 1 gave other last bits at batch 1,
+    2 and 33 than at 513, and a row's score would depend on its batch.
+    """
+    graph = module.graph
+    with graph.inserting_before(linear.node):
+        inputs: tuple[Any, ...] = (
+            arguments(linear.node)[0],
+            store.node(linear, "fp32", lambda: pack_linear_fp32(linear.weight)),
+            arguments(linear.node)[2] if linear.bias is not None else None,
+            _slope_node(module, linear, store),
+            linear.weight.shape[0],
+        )
+        new = graph.call_function(torch.ops.rankopt.linear_fp32.default, inputs)
+    linear.last.replace_all_uses_with(new)
+
+
+def _quantised(linear: Linear) -> tuple[Tensor, Tensor]:
+    return quantize_linear_weight(linear.weight)
 
 
 FBGEMM_HANDLE = "fbgemm_handle"
@@ -178,17 +203,13 @@ def fbgemm_layers(module: GraphModule) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _constant_node(module: GraphModule, linear: Linear, suffix: str, value: Tensor) -> Node:
-    name = add_constant(module, f"{linear.layer}_{suffix}", value.contiguous())
-    return module.graph.get_attr(name)
-
-
-def _slope_node(module: GraphModule, linear: Linear) -> Node | None:
-    if linear.slope is None:
+def _slope_node(module: GraphModule, linear: Linear, store: LayerConstants) -> Node | None:
+    slope = linear.slope
+    if slope is None:
         return None
-    if isinstance(linear.slope, str):
-        node = module.graph.get_attr(linear.slope)
+    if isinstance(slope, str):
+        node = module.graph.get_attr(slope)
         if constant(module, node) is None:
-            raise ValueError(f"{linear.slope} is no constant of this graph")
+            raise ValueError(f"{slope} is no constant of this graph")
         return node
-    return _constant_node(module, linear, "slope", torch.tensor([linear.slope]))
+    return store.node(linear, f"slope_{slope:g}", lambda: torch.tensor([slope]))

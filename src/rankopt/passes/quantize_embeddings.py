@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from rankopt.bundle import ModelBundle
@@ -24,9 +25,9 @@ from rankopt.tables import (
     TYPE_CODES,
     TableBatch,
     TableDtype,
-    TableSlot,
     pack_batch,
     pack_rows,
+    range_refusal,
     refusal,
     table_weight,
 )
@@ -93,77 +94,79 @@ class QuantizeEmbeddings(Pass):
         def rewrite(module: GraphModule) -> None:
             lookups = find_lookups(module)
             weights = {lookup.table: lookup.weight for lookup in lookups}
-            fused = _fused_tables(module, bundle.batches)
-            shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-            shapes |= {slot.name: (slot.num_rows, slot.dim) for slot, _ in fused.values()}
-            dtypes = self._dtypes(shapes, lookups, context)
+            for store, batch in bundle.batches.items():
+                storage = _stored(module, store)
+                weights |= {s.name: table_weight(batch, storage, s.name) for s in batch.slots}
+            dtypes = self._dtypes(weights, lookups, context)
             changed.extend(name for name, dtype in dtypes.items() if dtype != "fp32")
-            for name in {owner for _, owner in fused.values()}:
-                batches[name] = _requantise(module, name, bundle.batches[name], dtypes)
+            for store, batch in bundle.batches.items():
+                batches[store] = _requantise(module, store, batch, dtypes)
             _quantise_lookups(module, lookups, dtypes, batches)
 
         quantised = bundle.edit(rewrite, batches=batches, provided=bundle.provided | self.provides)
         return quantised if changed else bundle
 
     def _dtypes(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        lookups: list[Lookup],
-        context: PassContext,
+        self, weights: Mapping[str, Tensor], lookups: list[Lookup], context: PassContext
     ) -> dict[str, TableDtype]:
-        if not shapes:
+        if not weights:
             if self.rules:
                 raise SelectorError("quantize_embeddings.rules: the model has no embedding table.")
             return {}
         default: TableDtype = self.dtype
         wanted = resolve(
-            list(shapes), self.rules, default, where="quantize_embeddings.rules", noun="table"
+            list(weights), self.rules, default, where="quantize_embeddings.rules", noun="table"
         )
         refused = {lookup.table: lookup.refusal for lookup in lookups if lookup.refusal}
         refused |= dict.fromkeys(_chained_tables(lookups), "its ids depend on rows of a table")
+        reasons: dict[str, list[str]] = {}
         dtypes: dict[str, TableDtype] = {}
-        for name, (num_rows, dim) in shapes.items():
-            if name in refused:
-                context.note(f"{name}: left alone, {refused[name]}")
-                dtypes[name] = "fp32"
-            elif num_rows < self.min_rows:
-                context.note(f"{name}: left alone, it has only {num_rows} rows")
-                dtypes[name] = "fp32"
+        for name, weight in weights.items():
+            dtype, reason = wanted[name], refused.get(name) or range_refusal(weight)
+            if reason is None and weight.shape[0] < self.min_rows:
+                reason = f"it has fewer than {self.min_rows} rows"
+            if dtype == "fp32":
+                reasons.setdefault("kept in fp32 by the recipe", []).append(name)
+            elif reason is not None:
+                reasons.setdefault(f"left alone, {reason}", []).append(name)
+                dtype = "fp32"
             else:
-                dtypes[name] = fitting(name, dim, wanted[name], context)
+                dtype, finer = fitting(weight.shape[1], dtype)
+                for text in finer:
+                    reasons.setdefault(text, []).append(name)
+            dtypes[name] = dtype
+        for text, names in reasons.items():
+            context.note(f"{', '.join(names)}: {text}")
         return dtypes
 
 
-def fitting(name: str, dim: int, dtype: TableDtype, context: PassContext) -> TableDtype:
-    """Return the nearest type, from `dtype` to finer ones, that a row of width `dim` can take."""
+def fitting(dim: int, dtype: TableDtype) -> tuple[TableDtype, list[str]]:
+    """Return the nearest type, from `dtype` to finer ones, that a row of width `dim` can take.
+
+    The second value says why each coarser type was passed over.
+    """
+    passed_over = []
     while dtype != "fp32":
         reason = refusal(dim, dtype)
         if reason is None:
-            return dtype
-        context.note(f"{name}: stays finer than {dtype}, since {reason}")
+            break
+        passed_over.append(f"stays finer than {dtype}, since {reason}")
         dtype = FINER[dtype]
-    return dtype
+    return dtype, passed_over
 
 
-def _fused_tables(
-    module: GraphModule, batches: Mapping[str, TableBatch]
-) -> dict[str, tuple[TableSlot, str]]:
-    """Tables that already lie in a table batch of this graph, with the batch's name."""
-    found: dict[str, tuple[TableSlot, str]] = {}
-    for node in module.graph.find_nodes(op="call_function", target=LOOKUP):
-        name = str(arguments(node)[0].target)
-        for slot in batches[name].slots:
-            found[slot.name] = (slot, name)
-    return found
+def _stored(module: GraphModule, store: str) -> Tensor:
+    storage = constant(module, module.graph.find_nodes(op="get_attr", target=store)[0])
+    if storage is None:
+        raise ValueError(f"{store} is no constant of this graph")
+    return storage
 
 
 def _requantise(
     module: GraphModule, store: str, batch: TableBatch, dtypes: Mapping[str, TableDtype]
 ) -> TableBatch:
     """Pack the tables of a common store again and point its calls at the new rows."""
-    storage = constant(module, module.graph.find_nodes(op="get_attr", target=store)[0])
-    if storage is None:
-        raise ValueError(f"{store} is no constant of this graph")
+    storage = _stored(module, store)
     names = [slot.name for slot in batch.slots]
     weights = [table_weight(batch, storage, table) for table in names]
     packed, rows = pack_batch(names, weights, [dtypes[table] for table in names])

@@ -25,6 +25,12 @@ at::Tensor linear_int8_shape(const at::Tensor& x, const at::Tensor&, const at::T
   return like_with_outputs(x, num_outputs);
 }
 
+at::Tensor linear_fp32_shape(const at::Tensor& x, const at::Tensor&,
+                             const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+                             int64_t num_outputs) {
+  return like_with_outputs(x, num_outputs);
+}
+
 at::Tensor linear_fbgemm_shape(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&,
                                const std::optional<at::Tensor>&, const at::Tensor&) {
   return like_with_outputs(x, weight.sym_size(0));
@@ -38,6 +44,9 @@ TORCH_LIBRARY(rankopt, m) {
       "linear_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? negative_slope, "
       "int num_outputs, int activation_bits) -> Tensor");
   m.def(
+      "linear_fp32(Tensor x, Tensor packed, Tensor? bias, Tensor? negative_slope, int num_outputs) "
+      "-> Tensor");
+  m.def(
       "linear_fbgemm(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor handle) -> Tensor");
   m.def("fbgemm_pack(Tensor weight, Tensor scale) -> int", rankopt::fbgemm_pack);
   m.def("fbgemm_release(int handle) -> ()", rankopt::fbgemm_release);
@@ -48,11 +57,13 @@ TORCH_LIBRARY(rankopt, m) {
 
 TORCH_LIBRARY_IMPL(rankopt, CPU, m) {
   m.impl("linear_int8", rankopt::linear_int8);
+  m.impl("linear_fp32", rankopt::linear_fp32);
   m.impl("linear_fbgemm", rankopt::linear_fbgemm);
 }
 
 TORCH_LIBRARY_IMPL(rankopt, Meta, m) {
   m.impl("linear_int8", rankopt::linear_int8_shape);
+  m.impl("linear_fp32", rankopt::linear_fp32_shape);
   m.impl("linear_fbgemm", rankopt::linear_fbgemm_shape);
 }
 
@@ -70,6 +81,18 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_linear_int8(
         *tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(packed),
         *tensor_handle_to_tensor_pointer(scale), pointer_to_optional<at::Tensor>(bias),
         pointer_to_optional<at::Tensor>(negative_slope), num_outputs, activation_bits));
+  });
+}
+
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_linear_fp32(
+    AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias,
+    AtenTensorHandle* negative_slope, int64_t num_outputs, AtenTensorHandle* result) {
+  using namespace torch::aot_inductor;
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *result = new_tensor_handle(rankopt::linear_fp32(
+        *tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(packed),
+        pointer_to_optional<at::Tensor>(bias), pointer_to_optional<at::Tensor>(negative_slope),
+        num_outputs));
   });
 }
 

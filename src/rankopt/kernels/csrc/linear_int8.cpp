@@ -1,7 +1,6 @@
 // The operator around the linear_int8 kernels: checks, blocks, threads.
 #include "linear_int8.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
@@ -9,6 +8,7 @@
 #include <memory>
 
 #include "isa.h"
+#include "launch.h"
 #include "ops.h"
 
 namespace rankopt {
@@ -87,40 +87,18 @@ void run_rows(const LinearInt8& kernel, const Problem& problem, int64_t begin, i
   }
 }
 
-// Threads share the rows; when there are fewer than about eight each, also the outputs (each then
-// quantises its rows itself, which is cheaper than waiting for one another).
+// A thread that shares the outputs of a row quantises the row itself: cheaper than waiting for
+// another.
 void run(const Problem& problem) {
   const LinearInt8& kernel = kernels();
   const int64_t num_tiles = problem.block.tile_end;
   const int64_t work = problem.num_rows * problem.num_inputs * num_tiles * kTileOutputs;
-  const int64_t num_threads =
-      std::clamp<int64_t>(work / kWorkPerThread, 1, at::get_num_threads());
-  if (num_threads == 1 || at::in_parallel_region())
-    return run_rows(kernel, problem, 0, problem.num_rows);
-
-  const int64_t row_parts = std::min(num_threads, divide_up(problem.num_rows, 8));
-  const int64_t tile_parts = std::min(num_threads / row_parts, num_tiles);
-  at::parallel_for(0, row_parts * tile_parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      const int64_t row_part = part / tile_parts, tile_part = part % tile_parts;
-      Problem mine = problem;
-      mine.block.tile_begin = num_tiles * tile_part / tile_parts;
-      mine.block.tile_end = num_tiles * (tile_part + 1) / tile_parts;
-      run_rows(kernel, mine, problem.num_rows * row_part / row_parts,
-               problem.num_rows * (row_part + 1) / row_parts);
-    }
+  share_out(work / kWorkPerThread, problem.num_rows, num_tiles, [&](Range rows, Range tiles) {
+    Problem mine = problem;
+    mine.block.tile_begin = tiles.begin;
+    mine.block.tile_end = tiles.end;
+    run_rows(kernel, mine, rows.begin, rows.end);
   });
-}
-
-const float* float_vector(const std::optional<at::Tensor>& tensor, const char* name,
-                          int64_t num_outputs, bool one_allowed) {
-  if (!tensor.has_value() || !tensor->defined()) return nullptr;
-  TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous(), "linear_int8: ", name,
-              " must be contiguous float32; got ", tensor->scalar_type());
-  TORCH_CHECK(tensor->numel() == num_outputs || (one_allowed && tensor->numel() == 1),
-              "linear_int8: ", name, " must hold ", num_outputs,
-              one_allowed ? " values or one" : " values", "; got ", tensor->numel());
-  return tensor->const_data_ptr<float>();
 }
 
 }  // namespace
@@ -167,9 +145,9 @@ at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& packed, const at::
   block.tile_end = num_tiles;
   block.num_outputs = num_outputs;
   block.column_sum = block.tiles + tiles_bytes;
-  block.scale = float_vector(scale, "scale", num_outputs, false);
-  block.bias = float_vector(bias, "bias", num_outputs, false);
-  block.slope = float_vector(negative_slope, "negative_slope", num_outputs, true);
+  block.scale = float_vector("linear_int8", scale, "scale", num_outputs, false);
+  block.bias = float_vector("linear_int8", bias, "bias", num_outputs, false);
+  block.slope = float_vector("linear_int8", negative_slope, "negative_slope", num_outputs, true);
   block.slope_per_output = block.slope != nullptr && negative_slope->numel() == num_outputs;
   block.out = out.mutable_data_ptr<float>();
   block.out_stride = num_outputs;

@@ -19,17 +19,16 @@
 
 #include <cstdint>
 
+#include "linear.h"
+
 namespace rankopt {
 
-constexpr int64_t kTileOutputs = 16;
 constexpr int64_t kTileInputs = 4;
 constexpr int64_t kTileBytes = kTileOutputs * kTileInputs;
 // 255 * 127 * K must stay below 2^31.
 constexpr int64_t kMaxInputs = 65536;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kTinyBits = 0x0d800000u;  // 2^-100
-
-constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 struct RowScale {
   float inverse;  // what a value is multiplied by before it is rounded

@@ -12,6 +12,10 @@ at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& packed, const at::
                        const std::optional<at::Tensor>& negative_slope, int64_t num_outputs,
                        int64_t activation_bits);
 
+at::Tensor linear_fp32(const at::Tensor& x, const at::Tensor& packed,
+                       const std::optional<at::Tensor>& bias,
+                       const std::optional<at::Tensor>& negative_slope, int64_t num_outputs);
+
 at::Tensor linear_fbgemm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
                          const std::optional<at::Tensor>& bias, const at::Tensor& handle);
 int64_t fbgemm_pack(const at::Tensor& weight, const at::Tensor& scale);
