@@ -16,6 +16,7 @@ import yaml
 
 from rankopt.bench.plan import BenchPlan
 from rankopt.data.synthetic import SyntheticOptions, generate
+from rankopt.review.schema import PassRecord
 from rankopt.units import NS_PER_MS
 
 NET = """
@@ -163,13 +164,21 @@ def trained(root: Path, seed: int = 0) -> Path:
 
 
 def artifact(root: Path) -> Path:
-    """Return the artifact that `rankopt optimize` made of the trained model."""
-    from rankopt.api import optimize
+    """Return the artifact of the trained model, both passes kept whatever this machine measures."""
+    from rankopt.api import optimize, write_choices
+    from rankopt.models.card import load_card
+    from rankopt.recipe import load_recipe
 
-    card, recipe = trained(root) / "card.yaml", model(root) / "recipe.yaml"
+    file, recipe = trained(root) / "card.yaml", load_recipe(model(root) / "recipe.yaml")
+    card = load_card(file)
+    kinds = [step.kind for step in recipe.passes if step.purpose != "artifact"]
+    blank = PassRecord(kind="", changed=True, kept=True, reason="as planned", measured_speedup=1.25)
 
     def make(folder: Path) -> None:
-        optimize(recipe, card, out=folder, num_threads=1)
+        choices = folder.with_name("choices.json")
+        records = [blank.model_copy(update={"kind": kind}) for kind in kinds]
+        write_choices(choices, recipe, card, records)
+        optimize(recipe, card, out=folder, choices=choices)
 
     return _once("artifact", root, make)
 

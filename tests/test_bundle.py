@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from artifact.workshop import bundle_of
 from passes.zoo import (
     BATCHES,
     FILLS,
@@ -21,10 +25,6 @@ from passes.zoo import (
     ragged,
     seeded,
 )
-from torch import Tensor, nn
-from torch.fx import GraphModule
-
-from artifact.workshop import bundle_of
 from rankopt.bundle import MAX_BATCH, build_bundle, dynamic_shapes, max_ids_per_row
 from rankopt.errors import ExportError
 from rankopt.models.card import KjtInput, ModelCard
@@ -71,9 +71,7 @@ class Tied(nn.Module):
 
 
 def tied_card() -> ModelCard:
-    return card(
-        "tied", ragged("bag", 30), ragged("recent", 30, layout="padded", max_length=5)
-    )
+    return card("tied", ragged("bag", 30), ragged("recent", 30, layout="padded", max_length=5))
 
 
 def test_a_table_with_two_names_counts_once() -> None:
@@ -103,9 +101,7 @@ def test_an_edit_drops_weights_that_nothing_reads_any_more() -> None:
     bundle = make_bundle(model_card, seeded(lambda: Mlp(4, 8, 8, 1)))
 
     def skip_middle(module: GraphModule) -> None:
-        linears = module.graph.find_nodes(
-            op="call_function", target=torch.ops.aten.linear.default
-        )
+        linears = module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
         linears[1].replace_all_uses_with(linears[1].all_input_nodes[0])
 
     edited = bundle.edit(skip_middle)

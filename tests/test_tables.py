@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from passes.truth import half_step, read_rows
 from rankopt import tables
 from rankopt.tables import (
     BITS,
@@ -25,35 +28,6 @@ from rankopt.tables import (
 
 DTYPES: tuple[TableDtype, ...] = ("fp32", "fp16", "int8", "int4", "int2")
 QUANTISED: tuple[TableDtype, ...] = ("int8", "int4", "int2")
-
-
-def read_rows(packed: Tensor, dim: int, dtype: TableDtype) -> np.ndarray:
-    """Read rows byte by byte as fbgemm's documentation lays them out: a second opinion."""
-    raw = packed.numpy()
-    if dtype == "fp32":
-        return raw.copy().view("<f4").astype(np.float64)
-    if dtype == "fp16":
-        return raw.copy().view("<f2").astype(np.float64)
-    bits = BITS[dtype]
-    rows = np.zeros((len(raw), dim))
-    for index, row in enumerate(raw):
-        scale, bias = np.frombuffer(row[:4].tobytes(), dtype="<f2").astype(np.float64)
-        for column in range(dim):
-            byte = int(row[4 + column * bits // 8])
-            level = byte >> (column * bits % 8) & (2**bits - 1)
-            rows[index, column] = level * scale + bias
-    return rows
-
-
-def half_step(weight: np.ndarray, bits: int) -> np.ndarray:
-    """Bound of one value's error, per row: half a step, and fp16 for the scale and the bias.
-
-    fp16 rounds the bias by 2^-11 of itself and each of up to 2^bits - 1 steps by 2^-11 as well.
-    """
-    low, high = weight.min(axis=1, keepdims=True), weight.max(axis=1, keepdims=True)
-    step = (high - low) / (2**bits - 1)
-    rounding = 2.0**-11 * (np.abs(low) + (high - low)) * 1.01
-    return step / 2 + rounding + 2.0**-24
 
 
 def random_table(num_rows: int, dim: int, seed: int = 0, scale: float = 0.5) -> Tensor:
@@ -153,9 +127,7 @@ def test_a_batch_keeps_every_table_apart_and_aligned() -> None:
     assert storage.dim() == 1
     spans = [(slot.offset, slot.offset + slot.size_bytes) for slot in batch.slots]
     assert all(start % 64 == 0 for start, _ in spans)
-    assert all(
-        end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)
-    )
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert spans[-1][1] <= storage.numel() < spans[-1][1] + 64
     for name, weight, dtype in zip(names, weights, DTYPES, strict=True):
         expected = unpack_rows(pack_rows(weight, dtype), weight.shape[1], dtype)

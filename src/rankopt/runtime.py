@@ -41,7 +41,7 @@ class LoadedArtifact:
         self._constants = map_constants(manifest.constants, folder / CONSTANTS)
         self._release = weakref.finalize(self, _release_handles, self._pack_for_fbgemm())
         self._loader = _open_program(folder)
-        self._loader.load_constants(self._constants, False, True, True)
+        self._load_constants()
         self._fits = torch.ops.rankopt.inputs_fit.default
 
     def __call__(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,6 +56,8 @@ class LoadedArtifact:
         Raises:
             ContractError: the inputs break the contract; everything wrong is listed.
         """
+        if not self._release.alive:
+            raise ArtifactError(f"{self.folder}: was closed. Load it again.")
         try:
             inputs = [features[name] for name in self._names]
             fits = self._fits(inputs, self._spec, self._max_batch)
@@ -69,7 +71,17 @@ class LoadedArtifact:
 
     def close(self) -> None:
         """Free what was packed for this artifact; it cannot score afterwards."""
-        self._release()
+        with self._lock:
+            self._release()
+
+    def _load_constants(self) -> None:
+        try:
+            self._loader.load_constants(self._constants, False, True, True)
+        except RuntimeError as error:
+            raise ArtifactError(
+                f"{self.folder}: {PROGRAM} reads other constants than {CONSTANTS} holds, so the two "
+                "come from different artifacts. Copy the whole folder again."
+            ) from error
 
     def _refuse(self, features: Mapping[str, Tensor]) -> None:
         problems = explain(self.manifest.inputs, features, self._max_batch)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from artifact.workshop import built, bundle_of, edit_manifest, copy_of
+from artifact.workshop import built, bundle_of, copy_of, edit_manifest
+from passes.zoo import apply_passes
 from rankopt.artifact.build import CHECK_BATCHES, tolerance_of, write_artifact
 from rankopt.artifact.manifest import (
     CHECKS,
@@ -23,7 +24,6 @@ from rankopt.artifact.manifest import (
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, ExportError
 from rankopt.models.card import ModelCard
-from passes.zoo import apply_passes
 from rankopt.passes.export_aoti import ExportAoti
 
 
@@ -85,9 +85,7 @@ def test_checks_are_made_up_rows_with_the_bundles_own_scores() -> None:
     made = built("zoo-fused-mixed")
     checks = load_file(made.folder / CHECKS)
     for batch in CHECK_BATCHES:
-        features = {
-            name: checks[f"{batch}/input/{name}"] for name in made.card.tensor_names
-        }
+        features = {name: checks[f"{batch}/input/{name}"] for name in made.card.tensor_names}
         expected = made.bundle.run(features)["score"]
         assert torch.equal(checks[f"{batch}/output/score"], expected)
         assert expected.shape == (batch,)
@@ -102,7 +100,7 @@ def test_what_the_compiler_refuses_is_reported_with_its_reason(tmp_path: Path) -
     _, _, bundle = bundle_of("dlrm")
     step = ExportAoti(inductor={"no_such_option_of_inductor": True})
     exported = apply_passes(bundle, step).bundle
-    with pytest.raises(ExportError, match="AOTInductor refused the graph(.|\n)*no_such_option"):
+    with pytest.raises(ExportError, match=r"AOTInductor refused the graph(.|\n)*no_such_option"):
         write_artifact(exported, tmp_path / "x", control_size_bytes=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from artifact.workshop import built, copy_of, edit_manifest
+from artifact.workshop import alter_weights, built, copy_of, edit_manifest
 from rankopt.artifact import verify
 from rankopt.artifact.build import CHECK_BATCHES
-from rankopt.artifact.constants import map_constants, write_constants
 from rankopt.artifact.manifest import (
     CHECKS,
     CONSTANTS,
@@ -90,21 +88,6 @@ def test_the_damaged_file_is_named(
     assert not found.passed
     assert any(words in problem for problem in found.problems), found.problems
     assert found.largest_difference is None
-
-
-def alter_weights(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Write other weights, and hashes that vouch for them."""
-    manifest = read_manifest(folder)
-    mapped = map_constants(manifest.constants, folder / CONSTANTS)
-    values = {name: change(name, value.clone()) for name, value in mapped.items()}
-    del mapped
-    entries = write_constants(values, folder / "new.bin")
-    (folder / "new.bin").replace(folder / CONSTANTS)
-    edit_manifest(
-        folder,
-        constants=json.loads(json.dumps([entry.model_dump(mode="json") for entry in entries])),
-        files={**manifest.files, CONSTANTS: sha256_file(folder / CONSTANTS)},
-    )
 
 
 @pytest.mark.parametrize("name", ["zoo-plain", "dlrm-native"])

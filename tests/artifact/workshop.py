@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from passes.zoo import MODELS, apply_passes, make_bundle, seeded
 from rankopt.artifact.build import write_artifact
-from rankopt.artifact.manifest import MANIFEST
+from rankopt.artifact.constants import map_constants, write_constants
+from rankopt.artifact.manifest import CONSTANTS, MANIFEST, read_manifest, sha256_file
 from rankopt.bundle import ModelBundle
 from rankopt.models.card import ModelCard
 from rankopt.passes.base import Pass
@@ -152,3 +153,18 @@ def edit_manifest(folder: Path, **changes: Any) -> None:
     file = folder / MANIFEST
     manifest = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(manifest | changes), encoding="utf-8")
+
+
+def alter_weights(folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Write other weights, and hashes that vouch for them."""
+    manifest = read_manifest(folder)
+    mapped = map_constants(manifest.constants, folder / CONSTANTS)
+    values = {name: change(name, value.clone()) for name, value in mapped.items()}
+    del mapped
+    entries = write_constants(values, folder / "new.bin")
+    (folder / "new.bin").replace(folder / CONSTANTS)
+    edit_manifest(
+        folder,
+        constants=[entry.model_dump(mode="json") for entry in entries],
+        files={**manifest.files, CONSTANTS: sha256_file(folder / CONSTANTS)},
+    )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 import small
 from rankopt.artifact.manifest import CONSTANTS, MANIFEST, PROGRAM
+from rankopt.units import NS_PER_MS
 
 Cli = Callable[..., Any]
 
@@ -118,15 +122,17 @@ def test_ab_writes_a_report_and_answers_with_its_verdict(
 
 
 def test_ab_on_few_rows_is_inconclusive_and_exits_with_3(
-    cli: Cli, model: Path, trained: Path, artifact: Path, quick: Path, tmp_path: Path
+    cli: Cli, root: Path, model: Path, artifact: Path, quick: Path, tmp_path: Path
 ) -> None:
+    # The control is the same model from another seed: about as good, and different in every row.
+    other = small.trained(root, seed=5) / "card.yaml"
     folder = tmp_path / "few"
     folder.mkdir()
     frame = pd.read_parquet(model / "data" / "test.parquet").head(40)
     for name in ("validation", "test"):
         frame.to_parquet(folder / f"{name}.parquet")
     result = cli(
-        "ab", "--control", trained / "card.yaml", "--candidate", artifact, "--local",
+        "ab", "--control", other, "--candidate", artifact, "--local",
         "--plan", quick, "--data", folder, "--out", tmp_path / "ab",
     )  # fmt: skip
     assert result.exit_code == 3, result.stdout + result.stderr
@@ -154,6 +160,44 @@ def test_refresh_then_predict(
     assert 0.5 < scores[0].corr(scores[1]) < 0.999
 
 
+def test_a_killed_ab_is_taken_up_where_it_was(
+    cli: Cli, trained: Path, artifact: Path, tmp_path: Path
+) -> None:
+    changes = {"min_blocks": 40, "max_blocks": 40, "block_duration_ns": 20 * NS_PER_MS}
+    plan = small.write_plan(tmp_path / "plan.yaml", small.PLAN.model_copy(update=changes))
+    out = tmp_path / "out" / "ab"
+    arguments = [
+        "ab", "--control", trained / "card.yaml", "--candidate", artifact, "--local",
+        "--plan", plan, "--out", out,
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "rankopt", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while _num_turns(out) < 10 and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    assert not out.exists()
+    kept = _num_turns(out)
+    result = cli(*arguments, "--resume", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert [path.name for path in out.parent.iterdir()] == ["ab"]
+    report = json.loads(result.stdout)
+    assert all(row["num_blocks"] == 40 for row in report["latency"])
+    [note] = [text for text in report["environment"]["notes"] if text.startswith("resumed: ")]
+    # The last block was perhaps half written.
+    assert kept - 2 <= int(note.split()[1]) <= kept
+
+
+def _num_turns(out: Path) -> int:
+    files = out.parent.glob("ab.partial-*/ab/samples.jsonl") if out.parent.exists() else ()
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    return sum('"type":"turn"' in line for line in lines)
+
+
 @pytest.mark.slow
 def test_run_does_it_all_on_ray(
     cli: Cli, model: Path, quick: Path, root: Path, tmp_path: Path
@@ -167,6 +211,14 @@ def test_run_does_it_all_on_ray(
     report = json.loads((out / "report.json").read_text())
     assert report["verdict"] == "pass"
     assert [row["arm"] for row in report["baselines"]] == ["aoti-fp32"]
+    [tables, export] = report["passes"]
+    assert tables["kept"]
+    assert tables["reason"].startswith("saves ")
+    assert tables["ci_low"] < tables["measured_speedup"] < tables["ci_high"]
+    # Three tables of 200 rows of 8: 8 bytes and a 4-byte scale in place of 32.
+    assert tables["bytes_before"] - tables["bytes_after"] == pytest.approx(600 * 20, abs=500)
+    assert export["reason"].startswith("ran in a fresh process at batch 1, 2")
+    assert report["size"]["candidate_bytes"] < report["size"]["control_bytes"]
     assert (out / "artifact" / MANIFEST).is_file()
     assert (out / "baseline" / MANIFEST).is_file()
     workers = {arm: env["omp_num_threads"] for arm, env in report["environment"]["arms"].items()}

@@ -10,89 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from artifact.workshop import bundle_of
+from passes.lookups import Lookups, bag, check_scores, lookups_card, rows, total
 from passes.zoo import (
     BATCHES,
-    SIZES,
     Applied,
     apply_passes,
-    card,
-    exact,
     features_of,
-    ids,
-    largest_error,
     make_bundle,
-    ragged,
     seeded,
 )
 from rankopt.bundle import ModelBundle
 from rankopt.errors import SelectorError
-from rankopt.models.card import ModelCard
 from rankopt.models.serving import EagerModel
 from rankopt.passes.fuse_embeddings import FuseEmbeddings
 from rankopt.passes.table_batched import LOOKUP
 from rankopt.selectors import Rule
 from rankopt.tables import table_weight
 
-CLOSE = 1e-4
-"""fp32 sums of up to 300 rows in another order than PyTorch's."""
-
-Score = Callable[[Any, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class Lookups(nn.Module):
-    """Some tables, and what a score is made of."""
-
-    def __init__(self, score: Score, **tables: nn.Module) -> None:
-        super().__init__()
-        self.score = score
-        for name, table in tables.items():
-            self.add_module(name, table)
-
-    def forward(
-        self,
-        user: Tensor,
-        narrow: Tensor,
-        bag_values: Tensor,
-        bag_lengths: Tensor,
-        recent: Tensor,
-    ) -> Tensor:
-        starts = bag_lengths.cumsum(0) - bag_lengths
-        return self.score(self, user, narrow, bag_values, starts, recent)
-
-
-def lookups_card() -> ModelCard:
-    return card(
-        "lookups",
-        ids("user", 30),
-        {**ids("narrow", 30), "keep_width": True, "dtype": "int32"},
-        ragged("bag", 30),
-        ragged("recent", 30, layout="padded", max_length=5),
-    )
-
-
-def rows(num_rows: int = 30, dim: int = 8, **more: Any) -> nn.Embedding:
-    return nn.Embedding(num_rows, dim, **more)
-
-
-def bag(num_rows: int = 30, dim: int = 8, **more: Any) -> nn.EmbeddingBag:
-    return nn.EmbeddingBag(num_rows, dim, **more)
-
-
-def total(vectors: Tensor) -> Tensor:
-    return vectors.flatten(1).sum(1)
-
 
 def fuse(model: nn.Module, step: FuseEmbeddings | None = None) -> tuple[ModelBundle, Applied]:
     before = make_bundle(lookups_card(), model)
     return before, apply_passes(before, step or FuseEmbeddings())
-
-
-def check_scores(model: nn.Module, bundle: ModelBundle, allowed: float = CLOSE) -> None:
-    for batch, fill in SIZES:
-        features = features_of(bundle.card, batch, fill)
-        truth = exact(bundle.card, model, features)
-        error = largest_error(bundle.run(features), truth)
-        assert error < allowed, f"batch {batch}, fill {fill}: {error}"
 
 
 def num_calls(bundle: ModelBundle) -> int:
@@ -222,7 +160,7 @@ def test_a_padding_row_that_another_lookup_reads_keeps_its_value(
     make: Callable[[], nn.Module],
 ) -> None:
     model = seeded(lambda: shared_padding(make()))
-    model.b.weight = model.a.weight  # type: ignore[union-attr]
+    model.b.weight = model.a.weight
     _, fused = fuse(model)
     check_scores(model, fused.bundle)
 
@@ -284,7 +222,7 @@ def three_ways() -> Lookups:
         b=bag(mode="sum"),
         c=rows(),
     )
-    model.b.weight = model.a.weight  # type: ignore[union-attr]
+    model.b.weight = model.a.weight
     return model
 
 
@@ -326,9 +264,7 @@ def test_an_unmatched_rule_names_the_nearest_tables() -> None:
 
 def test_nothing_to_fuse_returns_the_same_bundle() -> None:
     lone = seeded(
-        lambda: Lookups(
-            lambda m, user, narrow, values, starts, recent: total(m.a(user)), a=rows()
-        )
+        lambda: Lookups(lambda m, user, narrow, values, starts, recent: total(m.a(user)), a=rows())
     )
     before, after = fuse(lone)
     assert after.bundle is before

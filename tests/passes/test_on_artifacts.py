@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from artifact.workshop import ZOO_DTYPES, built, loaded, scores_of
-from passes.test_quantize_dense import levelled
-from passes.test_quantize_embeddings import dequantised
+from passes.truth import dequantised, levelled
 from passes.zoo import BATCHES, FILLS, exact, features_of, largest_error
 from rankopt.artifact.rows import one_row
 from rankopt.tables import TableDtype
@@ -131,27 +130,23 @@ def test_a_row_scores_the_same_bits_alone_and_at_any_position(name: str) -> None
         alone = scores_of(name, one_row(contract, features, row))["score"]
         assert float(alone[0]) == float(together[row]), f"row {row}"
     for place in (0, 1, 15, 16, 17, 32):
-        moved = dict(features)
-        # Every row is the same one but at `place`: whatever stands around it, its bits stay.
+        # Every row is the same one but at `place`.
         order = [5] * 33
         order[place] = 11
-        moved = join([one_row(contract, features, row) for row in order], contract)
+        moved = behind_each_other([one_row(contract, features, row) for row in order])
         scores = scores_of(name, moved)["score"]
         assert float(scores[place]) == float(together[11])
         assert len({float(score) for i, score in enumerate(scores) if i != place}) == 1
 
 
-def join(rows: list[dict[str, Tensor]], contract: object) -> dict[str, Tensor]:
-    """Put rows of a model without grouped inputs behind each other."""
-    del contract
+def behind_each_other(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join rows of a model without grouped inputs."""
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 @pytest.mark.parametrize("name", ROW_WISE)
 @pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan"), 1e6])
-def test_rows_of_inf_nan_or_1e6_leave_their_neighbours_bits_alone(
-    name: str, poison: float
-) -> None:
+def test_rows_of_inf_nan_or_1e6_leave_their_neighbours_bits_alone(name: str, poison: float) -> None:
     made = built(name)
     features = features_of(made.card, 34, 0.3)
     calm = scores_of(name, features)["score"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from artifact.workshop import bundle_of
+from passes.truth import levelled
 from passes.zoo import (
     SIZES,
     Mlp,
@@ -34,33 +34,6 @@ INT8_BACKENDS = ("native", "fbgemm")
 
 def step(backend: str = "native", **more: Any) -> QuantizeDense:
     return QuantizeDense.model_validate({"backend": backend, "min_inputs": 1, **more})
-
-
-class Levelled(nn.Module):
-    """A linear layer on int8 weights and `bits`-bit activations, written out in float64."""
-
-    def __init__(self, layer: nn.Linear, bits: int) -> None:
-        super().__init__()
-        weight = layer.weight.detach().double()
-        scale = (weight.abs().amax(1, keepdim=True) / 127).float().double()
-        self.weight = (weight / scale).round() * scale
-        self.bias = None if layer.bias is None else layer.bias.detach().double()
-        self.levels = 2 ** (bits - 1) - 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        peak = x.double().abs().amax(-1, keepdim=True).clamp(min=1e-30)
-        levels = (x.double() * (self.levels / peak)).round()
-        return functional.linear(levels * (peak / self.levels), self.weight, self.bias)
-
-
-def levelled(model: nn.Module, bits: int, *kept: str) -> nn.Module:
-    """Replace every linear by the arithmetic it stands for once quantised."""
-    changed = copy.deepcopy(model)
-    for name, layer in list(changed.named_modules()):
-        if isinstance(layer, nn.Linear) and name not in kept:
-            parent, _, leaf = name.rpartition(".")
-            setattr(changed.get_submodule(parent), leaf, Levelled(layer, bits))
-    return changed
 
 
 def check(model: nn.Module, bundle: ModelBundle, allowed: float) -> None:
@@ -269,7 +242,11 @@ def test_fbgemm_names_the_constants_that_a_loader_must_pack() -> None:
 
 @pytest.mark.parametrize(
     ("configuration", "allowed", "smaller"),
-    [("int8_dynamic", 0.05, True), ("int8_weight_only", 0.02, True), ("int4_weight_only", 0.3, None)],
+    [
+        ("int8_dynamic", 0.05, True),
+        ("int8_weight_only", 0.02, True),
+        ("int4_weight_only", 0.3, None),
+    ],
 )
 def test_torchao_is_unwrapped_into_plain_operators(
     configuration: str, allowed: float, smaller: bool | None

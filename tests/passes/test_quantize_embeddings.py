@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 import torch
-from test_tables import half_step, read_rows
 from torch import Tensor, nn
 
 from artifact.workshop import ZOO_DTYPES, bundle_of
-from passes.test_fuse_embeddings import Lookups, bag, check_scores, lookups_card, rows, total
+from passes.lookups import Lookups, bag, check_scores, lookups_card, rows, total
+from passes.truth import dequantised, half_step, read_rows
 from passes.zoo import (
     LONGEST,
     SIZES,
@@ -26,7 +24,6 @@ from passes.zoo import (
     make_bundle,
     mlp_card,
     seeded,
-    with_weights,
 )
 from rankopt.bundle import ModelBundle
 from rankopt.errors import SelectorError
@@ -41,17 +38,6 @@ Choice = Rule[TableDtype]
 def mixed(dtype: str = "fp16") -> QuantizeEmbeddings:
     rules = tuple(Choice(select=name, use=use) for name, use in ZOO_DTYPES.items())
     return QuantizeEmbeddings.model_validate({"dtype": dtype, "rules": rules})
-
-
-def dequantised(model: nn.Module, dtypes: Mapping[str, TableDtype]) -> nn.Module:
-    """Put the rows that packed tables stand for into a copy of the model."""
-    weights = {}
-    for name, dtype in dtypes.items():
-        weight = model.get_parameter(f"{name}.weight").detach()
-        weights[name] = torch.from_numpy(
-            read_rows(pack_rows(weight, dtype), weight.shape[1], dtype)
-        ).float()
-    return with_weights(model, weights)
 
 
 @pytest.mark.parametrize("fused_first", [False, True], ids=["alone", "after-fuse"])
@@ -75,7 +61,9 @@ def test_quantising_after_fusing_gives_the_bits_of_quantising_alone() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_a_bags_error_is_at_most_half_a_step_per_row_and_column(dtype: TableDtype, mode: str) -> None:
+def test_a_bags_error_is_at_most_half_a_step_per_row_and_column(
+    dtype: TableDtype, mode: str
+) -> None:
     model_card, dim = bag_card(40), 16
     model = seeded(lambda: Pooled(40, dim, mode=mode))
     quantised = apply_passes(
@@ -130,7 +118,7 @@ def test_a_table_pooled_and_read_as_a_sequence_is_stored_once() -> None:
             b=bag(mode="sum"),
         )
     )
-    model.b.weight = model.a.weight  # type: ignore[union-attr]
+    model.b.weight = model.a.weight
     before = make_bundle(lookups_card(), model)
     quantised = apply_passes(before, QuantizeEmbeddings()).bundle
     assert 30 * (8 + 4) <= quantised.size_bytes < 30 * (8 + 4) + 300
@@ -226,9 +214,9 @@ def test_a_table_whose_ids_depend_on_its_own_rows_is_left_whole() -> None:
     """One call cannot serve both lookups, and a second copy of the table would save nothing."""
 
     def score(m: Lookups, user: Tensor, n: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
-        first: Tensor = m.b(user[:, None])  # type: ignore[operator]
+        first: Tensor = m.b(user[:, None])
         chosen = (first[:, 0].abs() * 10).long() % 30
-        return total(first) + total(m.b(chosen[:, None]))  # type: ignore[operator]
+        return total(first) + total(m.b(chosen[:, None]))
 
     model = seeded(lambda: Lookups(score, b=bag(mode="sum")))
     before = make_bundle(lookups_card(), model)

@@ -45,13 +45,13 @@ def test_the_sample_runs_on_a_model_but_for_names_that_it_lacks(kind: str) -> No
         ((name, settings),) = raw.items()
         step, problems = parse_pass(name, settings, where="docstring", prefix=name)
         assert step is not None, problems
-        try:
-            applied = apply_passes(bundle, step)
-        except SelectorError as error:
-            # The sample selects by names of an imagined model: all it may complain of.
-            assert all(".select" in problem.where for problem in error.problems)
-            bare = step.model_copy(update={"rules": ()})
-            applied = apply_passes(bundle, bare)
+        rules = getattr(step, "rules", ())
+        if rules:
+            # The sample selects by names of an imagined model, and that is all it complains of.
+            with pytest.raises(SelectorError, match=r"rules\[0\]\.select|rules\[1\]\.select"):
+                apply_passes(bundle, step)
+            step = step.model_copy(update={"rules": ()})
+        applied = apply_passes(bundle, step)
         assert applied.bundle is not bundle
         assert applied.bundle.provided >= type(step).provides
 
@@ -77,7 +77,7 @@ def test_a_pass_is_frozen_and_refuses_keys_that_it_does_not_know(kind: str) -> N
         found.model_validate({"surprise": 1})
     step = found()
     with pytest.raises(ValidationError, match="frozen"):
-        step.surprise = 1  # type: ignore[attr-defined]
+        step.surprise = 1
     assert step == found()
 
 

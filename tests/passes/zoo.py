@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +343,7 @@ class Mlp(nn.Module):
     def __init__(self, *sizes: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for left, right in zip(sizes, sizes[1:], strict=False):
+        for left, right in pairwise(sizes):
             layers += [nn.Linear(left, right), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1])
 
@@ -358,5 +359,3 @@ def mlp_card(width: int) -> ModelCard:
 
 def bag_card(num_rows: int) -> ModelCard:
     return card("bag", ragged("bag", num_rows))
-
-

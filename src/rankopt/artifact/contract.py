@@ -162,18 +162,18 @@ def explain(
         problems += _form(entry, value)
         if problems or entry.role in ("values", "weights"):
             continue
-        rows = value.shape[0] / entry.groups
+        rows = value.shape[0] // entry.groups
         batch = rows if batch is None else batch
         if rows != batch:
             problems.append(
                 Problem(
                     f"input {entry.name}",
-                    f"must have {int(batch)} rows as the first input has",
+                    f"must have {batch} rows as the first input has",
                     rows,
                 )
             )
     if not problems and batch is not None and not 1 <= batch <= max_batch:
-        problems.append(Problem("inputs", f"must have 1 to {max_batch} rows", int(batch)))
+        problems.append(Problem("inputs", f"must have 1 to {max_batch} rows", batch))
     if not problems:
         for entry in contract:
             problems += _values(entry, contract, features)

@@ -136,8 +136,13 @@ class QuantizeEmbeddings(Pass):
                     reasons.setdefault(text, []).append(name)
             dtypes[name] = dtype
         for text, names in reasons.items():
-            context.note(f"{', '.join(names)}: {text}")
+            context.note(f"{_listed(names)}: {text}")
         return dtypes
+
+
+def _listed(names: list[str], shown: int = 3) -> str:
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more tables" if more > 0 else "")
 
 
 def fitting(dim: int, dtype: TableDtype) -> tuple[TableDtype, list[str]]:
