@@ -1,6 +1,6 @@
 """Measure one recipe on every reference model, and keep README's table in step with the result.
 
-    python scripts/results.py measure     train, run the recipe, write the result file (make results)
+    python scripts/results.py measure     train, run the recipe, write the result (make results)
     python scripts/results.py table       write README's table from the result file
     python scripts/results.py check       exit 1 when README's table is not that of the result file
 

@@ -164,8 +164,8 @@ def test_a_type_is_refused_where_it_saves_nothing_or_does_not_fit(
     ("dim", "dtype", "words"),
     [
         (1, "int8", "takes 5 bytes against 4"),
-        (6, "int2", "packs 4 values a byte"),
-        (7, "int4", "packs 2 values a byte"),
+        (6, "int2", "int2 packs 4 values a byte"),
+        (7, "int4", "int4 packs 2 values a byte"),
     ],
 )
 def test_the_refusal_says_why(dim: int, dtype: TableDtype, words: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from rankopt.artifact.manifest import MANIFEST, PASSES, Manifest, read_manifest
+from rankopt.artifact.manifest import MANIFEST, PASSES, Manifest, card_of, read_manifest
 from rankopt.bench.ab import run_ab
 from rankopt.bench.arms import ArmSpec
 from rankopt.bench.backend import Backend
@@ -236,14 +236,14 @@ def read_choices(file: Path) -> list[PassRecord]:
     Raises:
         InputError: the file is missing or no passes.json.
     """
-    recipe, records = _read_passes(file)
+    recipe, records = read_passes(file)
     kinds = {step.kind for step in recipe.passes if step.purpose == "artifact"}
     return [record for record in records if record.kind not in kinds]
 
 
 def read_records(folder: Path) -> list[PassRecord]:
     """Read what became of each pass of an artifact."""
-    return _read_passes(folder / PASSES)[1]
+    return read_passes(folder / PASSES)[1]
 
 
 def with_objective(recipe: str, objective: str | None) -> Recipe:
@@ -269,7 +269,12 @@ def choose_backend(ray_address: str | None, *, local: bool) -> Backend:
     return LocalBackend() if local else RayBackend(ray_address)
 
 
-def _read_passes(file: Path) -> tuple[Recipe, list[PassRecord]]:
+def read_passes(file: Path) -> tuple[Recipe, list[PassRecord]]:
+    """Read passes.json: the recipe as it was run, and what became of each pass.
+
+    Raises:
+        InputError: the file is missing or no passes.json.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         records = [PassRecord.model_validate(entry) for entry in content["passes"]]
@@ -385,7 +390,7 @@ class _Comparison:
 
     def _passes(self) -> tuple[Recipe | None, list[PassRecord]]:
         file = self.candidate / PASSES
-        return _read_passes(file) if file.is_file() else (None, [])
+        return read_passes(file) if file.is_file() else (None, [])
 
     def _check_gates(self) -> None:
         scope = Scope(
@@ -473,14 +478,6 @@ def _artifact_manifest(control: ModelCard | str | Path) -> Manifest | None:
     if isinstance(control, ModelCard) or not Path(control).is_dir():
         return None
     return read_manifest(Path(control))
-
-
-def card_of(manifest: Manifest) -> ModelCard:
-    """Return the model card that an artifact carries, its relative paths still leading home."""
-    card = ModelCard.model_validate(manifest.card)
-    if manifest.card_folder is None:
-        return card
-    return card.model_copy(update={"path": Path(manifest.card_folder) / "card.yaml"})
 
 
 def run(

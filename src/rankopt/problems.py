@@ -40,7 +40,8 @@ def problems_of_validation(
 def _problem(where: str, item: Any, model: type[BaseModel]) -> Problem:
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        allowed = model.model_fields if len(item["loc"]) == 1 else ()
+        own = [name for name, field in model.model_fields.items() if not field.exclude]
+        allowed = own if len(item["loc"]) == 1 else []
         hint = nearest(str(item["loc"][-1]), allowed) if allowed else "Check the spelling."
         return Problem(where, "is not a known key", hint=hint)
     if kind == "missing":
@@ -58,3 +59,11 @@ def _problem(where: str, item: Any, model: type[BaseModel]) -> Problem:
 def _choices(expected: str) -> str:
     """Turn pydantic's `'a', 'b' or 'c'` into `a, b, c`."""
     return ", ".join(re.findall(r"'([^']*)'", expected)) or expected
+
+
+def take_reserved(where: str, raw: dict[str, Any], model: type[BaseModel]) -> list[Problem]:
+    """Remove keys that a file may not set (`path`: rankopt fills it in) and list them."""
+    reserved = [name for name, field in model.model_fields.items() if field.exclude and name in raw]
+    for name in reserved:
+        del raw[name]
+    return [Problem(f"{where}: {name}", "is not a known key") for name in reserved]

@@ -17,7 +17,7 @@ from rankopt.environment import Environment
 from rankopt.errors import Problem, RecipeError, nearest
 from rankopt.models.card import ModelCard
 from rankopt.passes.base import Pass
-from rankopt.problems import problems_of_validation
+from rankopt.problems import problems_of_validation, take_reserved
 from rankopt.registry import pass_class, pass_kinds
 from rankopt.review.gates import Gates
 
@@ -128,7 +128,10 @@ def parse_recipe(raw: Any, *, where: str) -> Recipe:
     """Build a recipe from what YAML gave; see `load_recipe`."""
     if not isinstance(raw, Mapping):
         raise RecipeError(problems=[Problem(where, "must be a mapping", type(raw).__name__)])
-    passes, problems = _parse_passes(raw.get("passes"), where)
+    raw = dict(raw)
+    problems = take_reserved(where, raw, Recipe)
+    passes, found = _parse_passes(raw.get("passes"), where)
+    problems += found
     placeholder: Any = passes or (Pass(),)  # problems of the passes are already listed
     try:
         recipe = Recipe.model_validate({**raw, "passes": placeholder})

@@ -79,8 +79,8 @@ class LoadedArtifact:
             self._loader.load_constants(self._constants, False, True, True)
         except RuntimeError as error:
             raise ArtifactError(
-                f"{self.folder}: {PROGRAM} reads other constants than {CONSTANTS} holds, so the two "
-                "come from different artifacts. Copy the whole folder again."
+                f"{self.folder}: {PROGRAM} reads other constants than {CONSTANTS} holds, so the "
+                "two come from different artifacts. Copy the whole folder again."
             ) from error
 
     def _refuse(self, features: Mapping[str, Tensor]) -> None:

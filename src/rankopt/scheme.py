@@ -78,7 +78,8 @@ def scheme_problems(name: str | None, part: Literal["tables", "layers"]) -> list
     try:
         scheme = load_scheme(name)
     except RecipeError as error:
-        return [Problem("scheme", str(error))]
+        found = error.problems or (Problem("", str(error).rstrip(".")),)
+        return [Problem("scheme", p.what, name, p.hint) for p in found]
     if getattr(scheme, part) is None:
         return [Problem("scheme", f"must have a part `{part}`", name)]
     return []

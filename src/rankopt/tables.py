@@ -24,7 +24,7 @@ TYPE_CODES: dict[TableDtype, int] = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3,
 BITS: dict[TableDtype, int] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}
 SCALE_BIAS_BYTES = 4
 PACKING_UNIT_BITS = 16
-"""fbgemm's row quantisation wants the packed values of a row in whole units of 2 bytes."""
+"""fbgemm's row quantisation takes rows only in whole units of 2 packed bytes."""
 FP16_MAX = 65504.0
 MAX_ELEMENTS = 2**31 - 1
 """fbgemm's row quantisation indexes with 32 bits: a larger table is packed in row blocks."""
@@ -71,9 +71,9 @@ def refusal(dim: int, dtype: TableDtype) -> str | None:
     packed, plain = row_bytes(dim, dtype), row_bytes(dim, "fp32")
     if packed >= plain:
         return f"a packed {dtype} row takes {packed} bytes against {plain} in fp32 (D = {dim})"
-    per_unit = PACKING_UNIT_BITS // BITS[dtype]
-    if dtype.startswith("int") and dim % per_unit:
-        return f"fbgemm packs {per_unit} {dtype} values at once, and D = {dim} is no multiple"
+    per_byte = max(1, 8 // BITS[dtype])
+    if dim % per_byte:
+        return f"{dtype} packs {per_byte} values a byte, and D = {dim} is no multiple of {per_byte}"
     return None
 
 
@@ -108,9 +108,14 @@ def pack_rows(weight: Tensor, dtype: TableDtype) -> Tensor:
 def _quantise_block(weight: Tensor, bits: int) -> Tensor:
     import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
 
-    fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight.float(), bits)
+    dim = weight.shape[1]
+    # Repeating the last value fills a row up to the converter's unit and leaves its range alone.
+    filler = -dim % (PACKING_UNIT_BITS // bits)
+    padded = torch.cat([weight, weight[:, -1:].expand(-1, filler)], dim=1) if filler else weight
+    fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(padded.float(), bits)
+    values = fused[:, : (dim * bits + 7) // 8]
     # fbgemm's converter writes scale and bias behind the values; its lookup reads them before.
-    return torch.cat([fused[:, -SCALE_BIAS_BYTES:], fused[:, :-SCALE_BIAS_BYTES]], dim=1)
+    return torch.cat([fused[:, -SCALE_BIAS_BYTES:], values], dim=1)
 
 
 def unpack_rows(packed: Tensor, dim: int, dtype: TableDtype) -> Tensor:
@@ -119,9 +124,16 @@ def unpack_rows(packed: Tensor, dim: int, dtype: TableDtype) -> Tensor:
         return packed.contiguous().view(torch.float32)
     if dtype == "fp16":
         return packed.contiguous().view(torch.float16).float()
-    head = packed[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
+    head = scale_and_bias(packed).float()
     values = unpack_bits(packed[:, SCALE_BIAS_BYTES:], BITS[dtype])[:, :dim]
     return values.float() * head[:, :1] + head[:, 1:]
+
+
+def scale_and_bias(packed: Tensor) -> Tensor:
+    """Return the heads of packed rows, fp16 [N, 2]."""
+    # Flattened first: a lone row counts as contiguous whatever its stride, and cannot be viewed.
+    flat = packed[:, :SCALE_BIAS_BYTES].reshape(-1).clone()
+    return flat.view(torch.float16).view(-1, 2)
 
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:

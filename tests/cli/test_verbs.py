@@ -163,7 +163,7 @@ def test_refresh_then_predict(
 def test_a_killed_ab_is_taken_up_where_it_was(
     cli: Cli, trained: Path, artifact: Path, tmp_path: Path
 ) -> None:
-    changes = {"min_blocks": 40, "max_blocks": 40, "block_duration_ns": 20 * NS_PER_MS}
+    changes = {"min_blocks": 24, "max_blocks": 24, "block_duration_ns": 10 * NS_PER_MS}
     plan = small.write_plan(tmp_path / "plan.yaml", small.PLAN.model_copy(update=changes))
     out = tmp_path / "out" / "ab"
     arguments = [
@@ -186,7 +186,7 @@ def test_a_killed_ab_is_taken_up_where_it_was(
     assert result.exit_code == 0, result.stderr
     assert [path.name for path in out.parent.iterdir()] == ["ab"]
     report = json.loads(result.stdout)
-    assert all(row["num_blocks"] == 40 for row in report["latency"])
+    assert all(row["num_blocks"] == 24 for row in report["latency"])
     [note] = [text for text in report["environment"]["notes"] if text.startswith("resumed: ")]
     # The last block was perhaps half written.
     assert kept - 2 <= int(note.split()[1]) <= kept

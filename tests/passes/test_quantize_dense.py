@@ -172,22 +172,20 @@ def test_a_layer_used_twice_is_stored_once() -> None:
 
 
 def test_small_layers_and_ruled_out_layers_stay_in_float() -> None:
-    _, _, bundle = bundle_of("dlrm")
+    _, model, bundle = bundle_of("dlrm")
+    rules = (Rule[bool](select="top.0", use=False),)
     applied = apply_passes(
-        bundle,
-        QuantizeDense(min_inputs=8, min_outputs=2, rules=(Rule[bool](select="top.0", use=False),)),
+        bundle, QuantizeDense(min_inputs=8, min_outputs=2, activation_bits=7, rules=rules)
     )
     assert applied.notes == [
         "bottom.0: 4 x 32 is too small to gain",
         "top.0: kept in fp32 by the recipe",
         "top.4: 16 x 1 is too small to gain",
     ]
-    kept = {name for name in applied.bundle.constants if name.endswith(".weight")}
-    assert {name.removeprefix("model.") for name in kept} >= {
-        "bottom.0.weight",
-        "top.0.weight",
-        "top.4.weight",
-    }
+    constants = applied.bundle.constants
+    levels = {name for name, value in constants.items() if value.dtype == torch.int8}
+    assert {name.rpartition("_")[0] for name in levels} == {"bottom_2", "top_2"}
+    check(levelled(model, 7, "bottom.0", "top.0", "top.4"), applied.bundle, 0.05)
 
 
 @pytest.mark.parametrize("backend", ["native", "fbgemm", "torchao"])
@@ -271,7 +269,8 @@ def test_torchaos_int4_leaves_layers_that_its_groups_do_not_divide() -> None:
     applied = apply_passes(
         make_bundle(mlp_card(20), model), step("torchao", torchao="int4_weight_only")
     )
-    assert applied.notes == ["layers.0: left alone, int4 groups 32 inputs, and 20 is no multiple"]
+    assert "layers.0: left alone, int4 groups 32 inputs, and 20 is no multiple" in applied.notes
+    assert any("int4 weights take a byte each" in note for note in applied.notes)
 
 
 def test_float8_is_refused_without_a_gpu() -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rankopt.artifact.contract import InputContract
 from rankopt.errors import ArtifactError
+from rankopt.models.card import ModelCard
 from rankopt.problems import problems_of_validation
 
 FORMAT_VERSION = 1
@@ -127,3 +128,11 @@ def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
         elif sha256_file(file) != expected:
             found.append(f"{name} differs from its hash in {MANIFEST}")
     return found
+
+
+def card_of(manifest: Manifest) -> ModelCard:
+    """Return the model card that an artifact carries, its relative paths still leading home."""
+    card = ModelCard.model_validate(manifest.card)
+    if manifest.card_folder is None:
+        return card
+    return card.model_copy(update={"path": Path(manifest.card_folder) / "card.yaml"})

@@ -14,13 +14,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from rankopt.api import card_of
-from rankopt.artifact.manifest import read_manifest
+from rankopt.artifact.manifest import card_of, read_manifest
 from rankopt.data.encode import encode
 from rankopt.data.files import CsvSource
 from rankopt.data.rows import Rows
 from rankopt.data.rowsource import BATCH_ROWS, RowSource, numbered_batches
-from rankopt.data.splits import _open as open_for_card
+from rankopt.data.splits import open_for_card
 from rankopt.errors import ArtifactError, DataError, Problem, UsageError
 from rankopt.models.card import ModelCard
 from rankopt.output import staged_file

@@ -12,15 +12,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rankopt.api import _read_passes as read_passes
-from rankopt.api import card_of
+from rankopt.api import read_passes
 from rankopt.artifact.build import make_checks, now
 from rankopt.artifact.constants import write_constants
-from rankopt.artifact.contract import random_features
 from rankopt.artifact.manifest import (
     CHECKS,
     CONSTANTS,
@@ -28,12 +25,13 @@ from rankopt.artifact.manifest import (
     PASSES,
     ConstantEntry,
     Manifest,
+    card_of,
     damaged_files,
     read_manifest,
     sha256_file,
 )
 from rankopt.artifact.verify import verify_artifact
-from rankopt.bundle import ModelBundle, build_bundle
+from rankopt.bundle import ModelBundle, build_bundle, trace_example
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, Problem
 from rankopt.kernels.build import load_kernels
@@ -42,9 +40,6 @@ from rankopt.models.build import build_model
 from rankopt.output import staged_output
 from rankopt.passes.base import PassContext
 from rankopt.runtime import check_machine, load_operators
-
-TRACE_ROWS = 64
-TRACE_SEED = 20_240_301
 
 AGAIN = "Build it anew: rankopt optimize RECIPE --model CARD --checkpoint CHECKPOINT --out DIR"
 
@@ -131,9 +126,7 @@ def _rebuild(
     for note in built.notes:
         progress(note)
     progress("exporting the model")
-    generator = torch.Generator().manual_seed(TRACE_SEED)
-    sample = random_features(manifest.inputs, TRACE_ROWS, generator)
-    bundle = build_bundle(card, built.module, sample)
+    bundle = build_bundle(card, built.module, trace_example(card))
     environment = collect_environment()
     for step, record in zip(recipe.passes, records, strict=True):
         if record.kept and step.purpose != "artifact":

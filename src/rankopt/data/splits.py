@@ -144,7 +144,7 @@ def _card_files(card: ModelCard) -> Splits:
 
 def _override(card: ModelCard, data: Any) -> Splits:
     if not isinstance(data, (str, Path)) or not Path(data).is_dir():
-        return _parted(card, {}, _open(card, data), "one source")
+        return _parted(card, {}, open_for_card(card, data), "one source")
     folder = Path(data)
     paths = {name: found for name in _SPLITS if (found := _split_path(folder, name)) is not None}
     if "test" in paths:
@@ -153,7 +153,7 @@ def _override(card: ModelCard, data: Any) -> Splits:
         what = f"holds {' and '.join(sorted(paths))} but no test rows"
         hint = "Add test.parquet or test.csv, or give one file, which is then parted."
         raise DataError(problems=[Problem(str(folder), what, hint=hint)])
-    return _parted(card, {}, _open(card, folder), "one folder of files")
+    return _parted(card, {}, open_for_card(card, folder), "one folder of files")
 
 
 def _split_path(folder: Path, name: str) -> Path | None:
@@ -169,7 +169,7 @@ def _of_paths(card: ModelCard, paths: Mapping[str, Path], origin: str) -> Splits
     problems: list[Problem] = []
     for name, path in paths.items():
         try:
-            sources[name] = _open(card, path)
+            sources[name] = open_for_card(card, path)
         except DataError as error:  # the others may be wrong as well: say it all at once
             problems.extend(error.problems)
     if problems:
@@ -206,7 +206,7 @@ def _describe(card: ModelCard, sources: Mapping[str, RowSource], origin: str, ho
     return Splits(sources.get("train"), sources.get("validation"), sources["test"], description)
 
 
-def _open(card: ModelCard, data: Any) -> RowSource:
+def open_for_card(card: ModelCard, data: Any) -> RowSource:
     """Open one source as the card says it is written, list columns and id ranges included."""
     if not isinstance(data, (str, Path)):
         return open_source(data)

@@ -9,7 +9,6 @@ KeyedJaggedTensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rankopt.errors import CardError, Problem
-from rankopt.problems import problems_of_validation
+from rankopt.problems import problems_of_validation, take_reserved
 from rankopt.train.settings import TrainSettings
 
 
@@ -277,11 +276,14 @@ def load_card(path: str | Path) -> ModelCard:
         raise CardError(f"{file}: is not readable YAML: {error}") from error
     if not isinstance(raw, dict):
         raise CardError(problems=[Problem(str(file), "must be a mapping", type(raw).__name__)])
+    problems = take_reserved(str(file), raw, ModelCard)
     try:
         card = ModelCard.model_validate(raw)
     except ValidationError as error:
-        problems: Sequence[Problem] = problems_of_validation(str(file), error, ModelCard)
+        problems += problems_of_validation(str(file), error, ModelCard)
         raise CardError(problems=problems) from error
+    if problems:
+        raise CardError(problems=problems)
     return card.model_copy(update={"path": file.resolve()})
 
 

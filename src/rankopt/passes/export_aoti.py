@@ -56,7 +56,8 @@ class ExportAoti(Pass):
         try:
             load_target(self.target)
         except RecipeError as error:
-            return [Problem("target", str(error))]
+            found = error.problems or (Problem("", str(error).rstrip(".")),)
+            return [Problem("target", p.what, self.target, p.hint) for p in found]
         problems = []
         if environment.compiler is None:
             problems.append(

@@ -29,6 +29,7 @@ from rankopt.tables import (
     pack_rows,
     range_refusal,
     refusal,
+    scale_and_bias,
     table_weight,
 )
 
@@ -62,7 +63,7 @@ class QuantizeEmbeddings(Pass):
     forbids: ClassVar[frozenset[str]] = frozenset({"artifact", "quantized_embeddings"})
     provides: ClassVar[frozenset[str]] = frozenset({"quantized_embeddings"})
 
-    dtype: Literal["fp16", "int8", "int4", "int2"] = "int8"
+    dtype: Literal["int8", "int4", "int2", "fp16"] = "int8"
     """For tables that no rule selects."""
     rules: tuple[Rule[TableDtype], ...] = ()
     """The first rule whose pattern matches a table decides."""
@@ -251,7 +252,7 @@ def _packed_constants(module: GraphModule, lookup: Lookup, dtype: TableDtype) ->
     if dtype == "fp16":
         return add_constant(module, f"{lookup.table}_fp16", rows.view(torch.float16)), ""
     values = rows[:, SCALE_BIAS_BYTES:].contiguous()
-    head = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16)
+    head = scale_and_bias(rows)
     return (
         add_constant(module, f"{lookup.table}_{dtype}", values),
         add_constant(module, f"{lookup.table}_{dtype}_scale_bias", head),
