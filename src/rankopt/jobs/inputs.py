@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from rankopt.environment import Environment, collect_environment
 from rankopt.errors import RecipeError
 from rankopt.models.card import ModelCard, load_card, save_card
 from rankopt.recipe import Recipe, load_recipe
+from rankopt.review.gate import Scope
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,9 +29,19 @@ def quiet(_: str) -> None:
 
 
 def check_inputs(
-    recipe: Recipe | str | Path, card: ModelCard | str | Path
+    recipe: Recipe | str | Path, card: ModelCard | str | Path, scope: Scope | None = None
 ) -> tuple[Recipe, ModelCard, Environment]:
-    """Read recipe and card and find everything wrong with them before any torch work."""
+    """Read recipe and card and find everything wrong with them before any torch work.
+
+    Args:
+        recipe: a recipe, its path or its name.
+        card: a model card, its path or its name.
+        scope: what the A/B will measure, when one follows: gates it could not decide are problems.
+
+    Raises:
+        RecipeError: every problem of the recipe.
+        CardError: every problem of the card.
+    """
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     card = card if isinstance(card, ModelCard) else load_card(card)
     environment = collect_environment()
@@ -39,6 +51,8 @@ def check_inputs(
             f"rankopt train CARD --recipe {recipe.name} --out DIR"
         )
     problems = recipe.check(environment, card)
+    if scope is not None:
+        problems += recipe.gates.check(replace(scope, where=recipe.where))
     if problems:
         raise RecipeError(problems=problems)
     return recipe, card, environment

@@ -10,7 +10,7 @@ from rankopt.artifact.manifest import MANIFEST, read_manifest
 from rankopt.bench.backend import Backend
 from rankopt.bench.plan import BenchPlan, load_plan
 from rankopt.bench.ray_backend import RayBackend
-from rankopt.errors import ArtifactError, RecipeError
+from rankopt.errors import ArtifactError
 from rankopt.jobs.compare import Comparison
 from rankopt.jobs.inputs import Progress, check_inputs, quiet
 from rankopt.jobs.optimize import optimize_into
@@ -51,13 +51,15 @@ def run(
     The arm `aoti-fp32`, the model through the export pass alone, is timed beside.
     Arguments and errors: see `optimize` and `compare`.
     """
-    recipe, card, environment = check_inputs(recipe, card)
     plan = plan if isinstance(plan, BenchPlan) else load_plan(plan)
     if num_threads is not None:
         plan = plan.model_copy(update={"num_threads": num_threads})
-    scope = Scope(recipe.where, plan.batch_sizes, (BASELINE,), price_per_hour is not None)
-    if problems := recipe.gates.check(scope):
-        raise RecipeError(problems=problems)
+    scope = Scope(
+        batch_sizes=plan.batch_sizes,
+        baseline_arms=(BASELINE,),
+        price_given=price_per_hour is not None,
+    )
+    recipe, card, environment = check_inputs(recipe, card, scope)
     with staged_output(Path(out), overwrite=overwrite, resume=resume, keep_partial=True) as stage:
         artifact, baseline = stage / "artifact", stage / "baseline"
         if resume and _is_complete(artifact) and _is_complete(baseline):
