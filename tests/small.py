@@ -165,7 +165,8 @@ def trained(root: Path, seed: int = 0) -> Path:
 
 def artifact(root: Path) -> Path:
     """Return the artifact of the trained model, both passes kept whatever this machine measures."""
-    from rankopt.api import optimize, write_choices
+    from rankopt.api import optimize
+    from rankopt.jobs.decisions import write_choices
     from rankopt.models.card import load_card
     from rankopt.recipe import load_recipe
 

@@ -13,7 +13,6 @@ import torch
 
 import small
 from rankopt import compare, load_artifact, load_card, optimize
-from rankopt.api import read_records
 from rankopt.artifact import predict
 from rankopt.artifact.manifest import CONSTANTS, MANIFEST, read_manifest
 from rankopt.artifact.predict import predict_file
@@ -24,6 +23,7 @@ from rankopt.data.encode import load_rows
 from rankopt.data.source import open_source
 from rankopt.data.splits import open_splits
 from rankopt.errors import ArtifactError, CheckpointError, DataError, OutputExistsError, UsageError
+from rankopt.jobs.decisions import read_records
 from rankopt.models.build import build_module
 from rankopt.models.serving import EagerModel
 from rankopt.review.schema import Report

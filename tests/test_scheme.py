@@ -62,7 +62,7 @@ def test_the_settings_of_a_recipe_go_before_the_schemes(scheme: str) -> None:
 def test_a_broken_scheme_says_where(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text(text)
-    with pytest.raises(RecipeError, match="broken.yaml") as caught:
+    with pytest.raises(RecipeError, match=r"broken\.yaml") as caught:
         load_scheme(str(file))
     assert expected in str(caught.value)
     [problem, *_] = QuantizeEmbeddings(scheme=str(file)).check(collect_environment(), None)

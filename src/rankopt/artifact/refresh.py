@@ -15,7 +15,6 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rankopt.api import read_passes
 from rankopt.artifact.build import make_checks, now
 from rankopt.artifact.constants import write_constants
 from rankopt.artifact.manifest import (
@@ -34,6 +33,7 @@ from rankopt.artifact.verify import verify_artifact
 from rankopt.bundle import ModelBundle, build_bundle, trace_example
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, Problem
+from rankopt.jobs.decisions import read_passes
 from rankopt.kernels.build import load_kernels
 from rankopt.kernels.ops import current_isa
 from rankopt.models.build import build_model

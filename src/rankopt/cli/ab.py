@@ -59,6 +59,7 @@ def ab(
     with Progress() as progress:
         progress.step("loading PyTorch")
         from rankopt import api
+        from rankopt.cli import choices as given
 
         report = api.compare(
             control,
@@ -69,8 +70,8 @@ def ab(
             plan=QUICK_PLAN if quick else plan,
             baselines=_baselines(baseline or []),
             price_per_hour=price_per_hour,
-            slo_p99_ns=api.to_ns(slo_p99_ms),
-            backend=api.choose_backend(ray_address, local=local),
+            slo_p99_ns=given.to_ns(slo_p99_ms),
+            backend=given.choose_backend(ray_address, local=local),
             overwrite=overwrite,
             resume=resume,
             progress=progress.step,

@@ -47,9 +47,11 @@ def optimize(
     with Progress() as progress:
         progress.step("loading PyTorch")
         from rankopt import api
+        from rankopt.cli.choices import with_objective
+        from rankopt.jobs.decisions import read_records
 
         folder = api.optimize(
-            api.with_objective(recipe, objective),
+            with_objective(recipe, objective),
             model,
             checkpoint,
             data,
@@ -60,7 +62,7 @@ def optimize(
             progress=progress.step,
             detail=progress.update,
         )
-        records = api.read_records(folder)
+        records = read_records(folder)
     if as_json:
         print_json(
             {

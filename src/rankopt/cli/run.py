@@ -56,17 +56,18 @@ def run(
     with Progress() as progress:
         progress.step("loading PyTorch")
         from rankopt import api
+        from rankopt.cli import choices as given
 
         report = api.run(
-            api.with_objective(recipe, objective),
+            given.with_objective(recipe, objective),
             model,
             checkpoint,
             data,
             out=out,
             plan=QUICK_PLAN if quick else plan,
             price_per_hour=price_per_hour,
-            slo_p99_ns=api.to_ns(slo_p99_ms),
-            backend=api.choose_backend(ray_address, local=local),
+            slo_p99_ns=given.to_ns(slo_p99_ms),
+            backend=given.choose_backend(ray_address, local=local),
             overwrite=overwrite,
             resume=resume,
             num_threads=num_threads,

@@ -23,7 +23,7 @@ PREFIX = "model."
 """ServingModule's name for the wrapped module; user-facing names go without it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lookup:
     """Rows read from one constant table.
 
@@ -52,7 +52,7 @@ class Lookup:
     refusal: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Linear:
     """A linear layer on constant weights, with the activation that may go into its epilogue.
 

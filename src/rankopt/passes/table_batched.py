@@ -26,7 +26,6 @@ HOST = 3
 """fbgemm's PlacementType::HOST."""
 FP32_OUTPUT = 0
 SUM, MEAN, NONE = 0, 1, 2
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,10 @@ def group_lookups(lookups: Sequence[Lookup]) -> list[Group]:
         if lookup.form == "sequence":
             key: tuple[Any, ...] = (NONE, lookup.weight.shape[1])
         else:
+            # A single row is its own sum, so single rows join the sums of as many bags.
             pooling = MEAN if lookup.mode == "mean" else SUM
             key = (pooling, lookup.weights is not None, str(fake(lookup.node).shape[0]))
         groups.setdefault(key, []).append(lookup)
-    # A single row is its own sum and its own mean, so lone rows join whatever bags there are.
     return [Group(tuple(members), key[0]) for key, members in groups.items()]
 
 

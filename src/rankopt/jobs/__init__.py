@@ -1,0 +1,1 @@
+"""The jobs that the Python API and the command line share: optimize, compare, run."""
