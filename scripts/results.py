@@ -53,7 +53,11 @@ def _measure_one(model: str, folder: Path) -> dict[str, Any]:
         "run", f"recipes/{RECIPE}.yaml", "--model", str(card), "--out", str(folder / "run"),
         "--overwrite", allowed=(0, 1, 3),
     )  # fmt: skip
-    report = json.loads((folder / "run" / "report.json").read_text(encoding="utf-8"))
+    return _row_of(model, folder / "run" / "report.json")
+
+
+def _row_of(model: str, file: Path) -> dict[str, Any]:
+    report = json.loads(file.read_text(encoding="utf-8"))
     return {
         "model": model,
         "verdict": report["verdict"],
@@ -112,13 +116,13 @@ def table() -> str:
         "| batch 512 | weights | NE change | judged on |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*lines, *(_row(row) for row in content["rows"])])
+    return "\n".join([*lines, *(_table_row(row) for row in content["rows"])])
 
 
 _NOTABLE = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "amx_bf16")
 
 
-def _row(row: dict[str, Any]) -> str:
+def _table_row(row: dict[str, Any]) -> str:
     cells = [row["model"], row["verdict"]]
     cells += [_speedup(row["latency"], batch) for batch in (1, 512)]
     cells += [_speedup(row["baselines"], batch) for batch in (1, 512)]
