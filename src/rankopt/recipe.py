@@ -132,9 +132,9 @@ def parse_recipe(raw: Any, *, where: str) -> Recipe:
     problems = take_reserved(where, raw, Recipe)
     passes, found = _parse_passes(raw.get("passes"), where)
     problems += found
-    placeholder: Any = passes or (Pass(),)  # problems of the passes are already listed
+    stand_in: Any = passes or (Pass(),)  # problems of the passes are already listed
     try:
-        recipe = Recipe.model_validate({**raw, "passes": placeholder})
+        recipe = Recipe.model_validate({**raw, "passes": stand_in})
     except ValidationError as error:
         problems += problems_of_validation(where, error, Recipe)
     if problems:
