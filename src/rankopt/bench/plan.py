@@ -49,9 +49,9 @@ class BenchPlan(BaseModel):
     """The slowest arm's blocks are kept under it, as long as `calls_per_block` allows."""
     min_num_samples: int = Field(default=200, gt=0)
     """Timed calls of every arm at every batch size before timing may stop."""
-    target_relative_width: float = Field(default=0.04, gt=0)
+    target_relative_width: float = Field(default=0.06, gt=0)
     """Timing stops once every speedup's half interval is below this share of the speedup. What
-    differs between any two processes already accounts for 0.02 of it (`stats.PROCESS_SD`)."""
+    differs between any two processes already accounts for 0.04 of it (`stats.PROCESS_SD`)."""
     warm_up_calls: int = Field(default=10, gt=0)
     warm_up_duration_ns: int = Field(default=300 * NS_PER_MS, ge=0)
     """Warm-up lasts at least this long and at least `warm_up_calls`."""
