@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from rankopt.environment import Environment
 from rankopt.errors import Problem
 from rankopt.passes.base import PassContext
-from rankopt.passes.graph import Linear, arguments
+from rankopt.passes.graph import Linear, arguments, free_name
 
 Configuration = Literal["int8_dynamic", "int8_weight_only", "int4_weight_only", "float8_dynamic"]
 
@@ -53,7 +53,7 @@ def replace(
             context.note(f"{linear.layer}: left alone, {reason}")
             continue
         if linear.layer not in names:
-            names[linear.layer] = _free_name(module, f"torchao_{linear.layer.replace('.', '_')}")
+            names[linear.layer] = free_name(module, f"torchao_{linear.layer}")
             module.add_submodule(names[linear.layer], _quantised(linear, configuration))
         with graph.inserting_before(linear.node):
             new = graph.call_module(names[linear.layer], (arguments(linear.node)[0],))
@@ -61,13 +61,6 @@ def replace(
     if names and configuration == "int4_weight_only":
         context.note("int4 weights take a byte each here: torchao packs them for its own kernels")
     return list(names)
-
-
-def _free_name(module: GraphModule, name: str) -> str:
-    free, count = name, 1
-    while hasattr(module, free):
-        free, count = f"{name}_{count}", count + 1
-    return free
 
 
 def _refusal(linear: Linear, configuration: Configuration) -> str | None:

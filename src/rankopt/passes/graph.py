@@ -89,11 +89,17 @@ def constant(module: GraphModule, node: object) -> Tensor | None:
 
 def add_constant(module: GraphModule, name: str, value: Tensor) -> str:
     """Register a tensor as a buffer under a name that is free, and return that name."""
+    free = free_name(module, name)
+    module.register_buffer(free, value)
+    return free
+
+
+def free_name(module: GraphModule, name: str) -> str:
+    """Return `name`, dots flattened, with a number behind it where the module has it already."""
     flat = name.replace(".", "_")
     free, count = flat, 1
     while hasattr(module, free):
         free, count = f"{flat}_{count}", count + 1
-    module.register_buffer(free, value)
     return free
 
 
