@@ -25,7 +25,8 @@ from passes.zoo import (
     ragged,
     seeded,
 )
-from rankopt.bundle import MAX_BATCH, build_bundle, dynamic_shapes, max_ids_per_row
+from rankopt.bundle import build_bundle
+from rankopt.capture.export import MAX_BATCH, dynamic_shapes, max_ids_per_row
 from rankopt.errors import ExportError
 from rankopt.models.card import KjtInput, ModelCard
 

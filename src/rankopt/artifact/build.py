@@ -29,7 +29,8 @@ from rankopt.artifact.manifest import (
     Target,
     sha256_file,
 )
-from rankopt.bundle import MAX_BATCH, ModelBundle
+from rankopt.bundle import ModelBundle
+from rankopt.capture.export import MAX_BATCH
 from rankopt.environment import collect_environment
 from rankopt.errors import ExportError
 from rankopt.kernels.build import load_kernels

@@ -22,14 +22,35 @@ from rankopt.models.card import (
     Input,
     KjtInput,
     ModelCard,
+    PackedInput,
     RaggedIdsInput,
 )
+from rankopt.models.inputs import IdType, PadSide
 
-Role = Literal["dense", "ids", "values", "lengths", "weights"]
-_ROLES: tuple[Role, ...] = ("dense", "ids", "values", "lengths", "weights")
+Role = Literal["dense", "ids", "values", "lengths", "weights", "packed"]
+_ROLES: tuple[Role, ...] = ("dense", "ids", "values", "lengths", "weights", "packed")
 _SCALAR_TYPES = {"float32": 6, "int64": 4, "int32": 3}
 """c10::ScalarType as integers."""
 _TORCH = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32}
+
+
+class PackedList(BaseModel):
+    """A list inside a packed matrix: which columns hold it, how it is padded, where its length is.
+
+    Attributes:
+        start, stop: its columns.
+        length_column: the column that holds its length; None where none does.
+        at_least: the least length that column may hold.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start: int
+    stop: int
+    padding_id: int = 0
+    pad_side: PadSide = "end"
+    length_column: int | None = None
+    at_least: int = 0
 
 
 class InputContract(BaseModel):
@@ -38,7 +59,10 @@ class InputContract(BaseModel):
     Attributes:
         width: columns of a [B, width] tensor; 0 for a flat one.
         groups: features that lie behind each other in a flat one (a KJT's F).
-        upper: one past the largest id, per column or per group.
+        upper: one past the largest id, per column or per group; 0 for a real number of a packed
+            matrix.
+        columns: what stands in each column of a packed matrix.
+        lists: the lists in a packed matrix.
         longest: longest list of a row, per group; for `lengths` alone.
         partner: the tensor it is checked with: lengths for values, values for weights.
     """
@@ -53,6 +77,8 @@ class InputContract(BaseModel):
     upper: tuple[int, ...] = ()
     longest: tuple[int, ...] = ()
     partner: str | None = None
+    columns: tuple[str, ...] = ()
+    lists: tuple[PackedList, ...] = ()
     request_level: bool = False
 
     @property
@@ -90,14 +116,60 @@ def _entries(item: Input) -> list[InputContract]:
                 request_level=level,
             )
         ]
+    if isinstance(item, PackedInput):
+        return [_packed_entry(item)]
     return _ragged_entries(item)
+
+
+def _packed_entry(item: PackedInput) -> InputContract:
+    upper: list[int] = []
+    names: list[str] = []
+    for column in item.columns:
+        if column.length_of is not None:
+            upper.append((item.list_of(column).length or 0) + 1)
+            names.append(f"length of {column.length_of}")
+            continue
+        name = str(column.name)
+        upper += [column.num_ids or 0] * column.width
+        names += [name] if column.length is None else [f"{name}[{i}]" for i in range(column.width)]
+    return InputContract(
+        name=item.name,
+        role="packed",
+        dtype="float32",
+        width=item.num_places,
+        upper=tuple(upper),
+        columns=tuple(names),
+        lists=_packed_lists(item),
+        request_level=item.request_level,
+    )
+
+
+def _packed_lists(item: PackedInput) -> tuple[PackedList, ...]:
+    placed = list(zip(item.columns, item.starts(), strict=True))
+    holders = {str(column.length_of): (at, column) for column, at in placed if column.length_of}
+    lists = []
+    for column, start in placed:
+        if column.length is None:
+            continue
+        at, holder = holders.get(str(column.name), (None, None))
+        lists.append(
+            PackedList(
+                start=start,
+                stop=start + column.length,
+                padding_id=column.padding_id,
+                pad_side=column.pad_side,
+                length_column=at,
+                at_least=holder.at_least if holder else 0,
+            )
+        )
+    return tuple(lists)
 
 
 def _ragged_entries(item: RaggedIdsInput | KjtInput) -> list[InputContract]:
     if isinstance(item, KjtInput):
         upper = tuple(feature.num_ids for feature in item.features)
         longest = tuple(feature.max_length for feature in item.features)
-        dtype: Literal["int64", "int32"] = "int64"
+        dtype: IdType = "int64"
     else:
         upper, longest, dtype = (item.num_ids,), (item.max_length,), item.dtype
     values, lengths, *weights = item.tensor_names
@@ -221,6 +293,8 @@ def _values(
     if entry.role == "ids":
         upper = torch.tensor(entry.upper)
         return _out_of_range(where, value, upper if entry.width else upper[0])
+    if entry.role == "packed":
+        return _packed_out_of_range(entry, value)
     if entry.role == "lengths":
         longest = torch.tensor(entry.longest).repeat_interleave(value.shape[0] // entry.groups)
         bad = ((value < 0) | (value > longest)).nonzero()
@@ -251,7 +325,7 @@ def _values(
 
 
 def _out_of_range(where: str, ids: Tensor, upper: Tensor) -> list[Problem]:
-    bad = ((ids < 0) | (ids >= upper)).nonzero()
+    bad = _not_ids(ids, upper).nonzero()
     if not len(bad):
         return []
     at = tuple(int(index) for index in bad[0])
@@ -261,10 +335,31 @@ def _out_of_range(where: str, ids: Tensor, upper: Tensor) -> list[Problem]:
         Problem(
             f"{where}[{place}]",
             f"must be an id in [0, {limit - 1}]",
-            int(ids[at]),
+            ids[at].item(),
             f"{len(bad)} ids are out of range.",
         )
     ]
+
+
+def _packed_out_of_range(entry: InputContract, value: Tensor) -> list[Problem]:
+    upper = torch.tensor(entry.upper)
+    bad = (_not_ids(value, upper) & (upper > 0)).nonzero()
+    if not len(bad):
+        return []
+    row, column = (int(index) for index in bad[0])
+    return [
+        Problem(
+            f"input {entry.name}[{row}, {column}] ({entry.columns[column]})",
+            f"must be a whole number in [0, {entry.upper[column] - 1}]",
+            float(value[row, column]),
+            f"{len(bad)} values are out of range.",
+        )
+    ]
+
+
+def _not_ids(values: Tensor, upper: Tensor) -> Tensor:
+    inside = (values >= 0) & (values < upper)
+    return ~inside | (values != values.floor()) if values.is_floating_point() else ~inside
 
 
 def random_features(
@@ -291,14 +386,37 @@ def random_features(
             upper = torch.tensor(entry.upper if entry.width else entry.upper[:1])
             shape = (batch, entry.width) if entry.width else (batch,)
             draw = torch.rand(shape, generator=generator, dtype=torch.float64)
-            features[entry.name] = (draw * upper).to(_TORCH[entry.dtype])
+            features[entry.name] = (draw * upper).long().to(_TORCH[entry.dtype])
+        elif entry.role == "packed":
+            features[entry.name] = _random_matrix(entry, batch, generator, fill)
         elif entry.role == "values" and entry.partner:
             per_group = features[entry.partner].view(entry.groups, -1).sum(1)
             upper = torch.tensor(entry.upper).repeat_interleave(per_group)
             draw = torch.rand(len(upper), generator=generator, dtype=torch.float64)
-            features[entry.name] = (draw * upper).to(_TORCH[entry.dtype])
+            features[entry.name] = (draw * upper).long().to(_TORCH[entry.dtype])
     for entry in contract:
         if entry.role == "weights" and entry.partner:
             count = len(features[entry.partner])
             features[entry.name] = torch.rand(count, generator=generator)
     return features
+
+
+def _random_matrix(
+    entry: InputContract, batch: int, generator: torch.Generator, fill: float
+) -> Tensor:
+    upper = torch.tensor(entry.upper)
+    draw = torch.rand((batch, entry.width), generator=generator, dtype=torch.float64)
+    reals = torch.randn((batch, entry.width), generator=generator)
+    matrix = torch.where(upper > 0, (draw * upper).floor().float(), reals)
+    for item in entry.lists:
+        longest = item.stop - item.start
+        share = torch.rand(batch, generator=generator) * 2 * fill
+        lengths = (share * (longest + 1)).long().clamp(max=longest)
+        place = torch.arange(longest)[None, :]
+        if item.pad_side == "start":
+            place = place.flip(1)
+        span = matrix[:, item.start : item.stop]
+        span[place >= lengths[:, None]] = float(item.padding_id)
+        if item.length_column is not None:
+            matrix[:, item.length_column] = lengths.clamp(min=item.at_least).float()
+    return matrix

@@ -30,7 +30,8 @@ from rankopt.artifact.manifest import (
     sha256_file,
 )
 from rankopt.artifact.verify import verify_artifact
-from rankopt.bundle import ModelBundle, build_bundle, trace_example
+from rankopt.bundle import ModelBundle, build_bundle
+from rankopt.capture.export import trace_example
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, Problem
 from rankopt.jobs.decisions import read_passes

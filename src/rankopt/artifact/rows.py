@@ -18,7 +18,7 @@ def one_row(
     spans: dict[str, Tensor] = {}
     for entry in contract:
         value = features[entry.name]
-        if entry.role in ("dense", "ids"):
+        if entry.role in ("dense", "ids", "packed"):
             picked[entry.name] = value[row : row + 1].contiguous()
         elif entry.role == "lengths":
             batch = value.shape[0] // entry.groups

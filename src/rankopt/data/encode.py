@@ -26,13 +26,22 @@ from rankopt.data.hashing import stable_hash
 from rankopt.data.rows import Rows, bag_counts, bag_positions
 from rankopt.data.rowsource import BATCH_ROWS, RowSource, choose_columns, numbered_batches
 from rankopt.errors import DataError, Problem
-from rankopt.models.card import DenseInput, IdsInput, KjtInput, ModelCard, RaggedIdsInput
+from rankopt.models.card import (
+    DenseInput,
+    IdsInput,
+    KjtInput,
+    ModelCard,
+    PackedInput,
+    RaggedIdsInput,
+)
+from rankopt.models.inputs import PackedColumn
+from rankopt.models.serving import pad
 
 __all__ = ["Rows", "encode", "iter_rows", "load_rows"]
 
 _Mask = npt.NDArray[np.bool_]
 _Ints = npt.NDArray[np.int64]
-_ID_TYPES = {"int64": torch.int64, "int32": torch.int32}
+_ID_TYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
 
 def load_rows(
@@ -124,6 +133,8 @@ def encode(
         elif isinstance(item, RaggedIdsInput):
             bag = reader.bag(item.column, item.num_ids, item.max_length, item.weights_column)
             features.update(_tensors(item.name, [bag], _ID_TYPES[item.dtype]))
+        elif isinstance(item, PackedInput):
+            features[item.name] = reader.packed(item)
         else:
             features.update(_tensors(item.name, reader.bags(item)))
     labels = {name: reader.label(name) for name in card.labels} if with_labels else {}
@@ -182,32 +193,69 @@ class _Reader:
         self._row_numbers = row_numbers
 
     def dense(self, item: DenseInput) -> Tensor:
-        out = np.zeros((self._batch.num_rows, len(item.columns)), dtype=np.float32)
-        for index, column in enumerate(item.columns):
-            numbers = self._numbers(column, read_reals, "must be a number")
-            if numbers is None:
-                continue
-            values = numbers.values
-            if item.fill is None:
-                hint = f"Fill it, or give input {item.name!r} a `fill` in the card."
-                self._note(column, numbers.missing, None, "must not be missing or NaN", hint)
-            else:
-                values = np.where(numbers.missing, item.fill, values)
-            with np.errstate(over="ignore"):
-                out[:, index] = values
-            bad = np.isinf(out[:, index]) & ~numbers.invalid
-            self._note(column, bad, None, "must be finite in float32")
-        return torch.from_numpy(out)
+        columns = [self._reals(column, item.fill, item.name) for column in item.columns]
+        return torch.from_numpy(np.stack(columns, axis=1))
 
     def ids(self, item: IdsInput) -> Tensor:
         out = np.zeros((self._batch.num_rows, len(item.columns)), dtype=np.int64)
         for index, (column, num_ids) in enumerate(zip(item.columns, item.ranges, strict=True)):
-            numbers = self._numbers(column, read_integers, "must be a whole number")
-            if numbers is not None:
-                self._check_ids(column, numbers, num_ids)
-                out[:, index] = numbers.values
+            out[:, index] = self._ids(column, num_ids)
         narrow = out.shape[1] == 1 and not item.keep_width
         return torch.from_numpy(out[:, 0] if narrow else out).to(_ID_TYPES[item.dtype])
+
+    def packed(self, item: PackedInput) -> Tensor:
+        out = torch.zeros(self._batch.num_rows, item.num_places)
+        lengths: dict[str | None, Tensor] = {}
+        placed = list(zip(item.columns, item.starts(), strict=True))
+        for column, start in placed:
+            if column.name is not None:
+                place, lengths[column.name] = self._packed_column(column, item.name)
+                out[:, start : start + column.width] = place
+        for column, start in placed:
+            if column.length_of is not None:
+                out[:, start] = lengths[column.length_of].clamp(min=column.at_least).float()
+        return out
+
+    def _packed_column(self, column: PackedColumn, owner: str) -> tuple[Tensor, Tensor]:
+        """Return what fills a column's places [N, width], and the lengths of its lists [N]."""
+        name = str(column.name)
+        if column.num_ids is None:
+            values: npt.NDArray[Any] = self._reals(name, column.fill, owner)
+        elif column.length is None:
+            values = self._ids(name, column.num_ids)
+        else:
+            ids, counts, _ = self.bag(name, column.num_ids, column.length, None)
+            lengths = torch.from_numpy(counts)
+            places = pad(
+                torch.from_numpy(ids), lengths, column.length, column.padding_id, column.pad_side
+            )
+            return places.float(), lengths
+        return torch.from_numpy(values)[:, None].float(), torch.ones(len(values), dtype=torch.int64)
+
+    def _reals(self, column: str, fill: float | None, owner: str) -> npt.NDArray[np.float32]:
+        out = np.zeros(self._batch.num_rows, dtype=np.float32)
+        numbers = self._numbers(column, read_reals, "must be a number")
+        if numbers is None:
+            return out
+        values = numbers.values
+        if fill is None:
+            hint = f"Fill it, or give input {owner!r} a `fill` in the card."
+            self._note(column, numbers.missing, None, "must not be missing or NaN", hint)
+        else:
+            values = np.where(numbers.missing, fill, values)
+        with np.errstate(over="ignore"):
+            out[:] = values
+        bad = np.isinf(out) & ~numbers.invalid
+        self._note(column, bad, None, "must be finite in float32")
+        return out
+
+    def _ids(self, column: str, num_ids: int) -> _Ints:
+        numbers = self._numbers(column, read_integers, "must be a whole number")
+        if numbers is None:
+            return np.zeros(self._batch.num_rows, dtype=np.int64)
+        self._check_ids(column, numbers, num_ids)
+        ids: _Ints = numbers.values
+        return ids
 
     def bags(self, item: KjtInput) -> list[_Bag]:
         return [

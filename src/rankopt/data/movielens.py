@@ -8,7 +8,7 @@ Columns, ids from 1 on with 0 for padding or unknown (`feature_sizes` gives the 
     genres          list: all genres of the film
     history         list: films the user rated 4 or 5 strictly before this row, oldest first
     history_genres  list: the first genre of each film of `history`
-    timestamp, rating, label                          label = 1 where rating >= 4
+    timestamp, rating, label, loved                   label = 1 where rating >= 4, loved where 5
 
 Rows are split by time over all users, so a model is judged on ratings later than any it saw.
 A later row's history may hold films of the same split: in service they would be known by then.
@@ -54,7 +54,8 @@ GENRES = (
 SPLITS = ("train", "validation", "test")
 
 _POSITIVE_RATING = 4
-_FORMAT = 1
+_TOP_RATING = 5
+_FORMAT = 2
 """Raise it when the same options give other files."""
 
 _Ints = npt.NDArray[np.int64]
@@ -170,6 +171,7 @@ def _rows(
     columns["timestamp"] = pa.array(ratings["timestamp"].to_numpy())
     columns["rating"] = pa.array(rating.astype(np.float32))
     columns["label"] = pa.array(positive.astype(np.int8))
+    columns["loved"] = pa.array((rating >= _TOP_RATING).astype(np.int8))
     return pa.table(columns)
 
 

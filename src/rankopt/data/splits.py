@@ -22,7 +22,7 @@ from rankopt.data.hashing import as_fraction, mix, stable_hash
 from rankopt.data.rowsource import BATCH_ROWS, RowSource, choose_columns, numbered_batches
 from rankopt.data.source import format_by_name, open_source, read_options
 from rankopt.errors import CardError, DataError, Problem
-from rankopt.models.card import IdsInput, KjtInput, ModelCard, RaggedIdsInput
+from rankopt.models.card import IdsInput, KjtInput, ModelCard, PackedInput, RaggedIdsInput
 
 VALIDATION_SHARE = 0.3
 _SPLITS = ("train", "validation", "test")
@@ -245,6 +245,8 @@ def _list_columns(card: ModelCard) -> set[str]:
     for item in card.inputs:
         if isinstance(item, (RaggedIdsInput, KjtInput)):
             columns.update(item.data_columns)
+        elif isinstance(item, PackedInput):
+            columns.update(str(column.name) for column in item.columns if column.length)
     return columns
 
 
@@ -258,4 +260,6 @@ def _criteo_ranges(card: ModelCard) -> tuple[int, ...]:
             ranges[item.column] = item.num_ids
         elif isinstance(item, KjtInput):
             ranges.update((feature.column, feature.num_ids) for feature in item.features)
+        elif isinstance(item, PackedInput):
+            ranges.update((str(column.name), column.num_ids or 1) for column in item.columns)
     return tuple(ranges[column] for column in CATEGORIES)

@@ -141,11 +141,16 @@ def resolve_factory(card: ModelCard) -> Callable[..., Any]:
     return factory
 
 
+_CONTAINERS = {"dict": "mapping", "list": "list"}
+
+
 def check_forward_signature(card: ModelCard, module: nn.Module) -> list[Problem]:
     """Compare what the card's inputs pass with what the module's `forward` takes."""
     parameters = inspect.signature(module.forward).parameters.values()
-    if card.call == "dict":
-        return _check_dict_call(card, list(parameters))
+    if card.call == "positional":
+        return _check_positional_call(card, module)
+    if card.call in ("dict", "list"):
+        return _check_single_argument(card, list(parameters))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}]
     names = [p.name for p in named]
@@ -153,14 +158,15 @@ def check_forward_signature(card: ModelCard, module: nn.Module) -> list[Problem]
     given: dict[str, str] = {}
     for index, item in enumerate(card.inputs):
         where = f"{card.where}: inputs[{index}] ({item.name})"
-        for argument in forward_arguments(item):
-            if argument in given:
-                what = f"passes {argument!r}, which {given[argument]} passes already"
+        for path in forward_arguments(item):
+            argument = path.partition(".")[0]  # the rest leads into a container
+            if path in given:
+                what = f"passes {path!r}, which {given[path]} passes already"
                 problems.append(Problem(where, what, hint="Set `argument` on one of them."))
             elif argument not in names and not takes_any:
                 what = f"passes {argument!r}, which forward does not take"
                 problems.append(Problem(where, what, hint=nearest(argument, names)))
-            given[argument] = item.name
+            given[path] = given[argument] = item.name
     problems += [
         Problem(
             f"{card.where}: inputs",
@@ -183,7 +189,19 @@ def forward_arguments(item: Input) -> tuple[str, ...]:
     return (*names, f"{name}_weights") if item.weights_column else names
 
 
-def _check_dict_call(card: ModelCard, parameters: list[inspect.Parameter]) -> list[Problem]:
+def _check_positional_call(card: ModelCard, module: nn.Module) -> list[Problem]:
+    paths = [path for item in card.inputs for path in forward_arguments(item)]
+    given = list(dict.fromkeys(path.partition(".")[0] for path in paths))
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        what = f"pass {len(given)} arguments by position, and forward{signature}: {error}"
+        return [Problem(f"{card.where}: inputs", what)]
+    return []
+
+
+def _check_single_argument(card: ModelCard, parameters: list[inspect.Parameter]) -> list[Problem]:
     required = [
         p.name
         for p in parameters
@@ -194,7 +212,7 @@ def _check_dict_call(card: ModelCard, parameters: list[inspect.Parameter]) -> li
     return [
         Problem(
             f"{card.where}: call",
-            "'dict' needs a forward that takes one mapping",
+            f"{card.call!r} needs a forward that takes one {_CONTAINERS[card.call]}",
             f"forward({', '.join(p.name for p in parameters)})",
             "Use call: keywords.",
         )

@@ -1,167 +1,50 @@
 """The model card: where a module comes from, what goes in, what comes out.
 
 A card is the one file a user writes about their own model. It names code (the factory), so it is
-trusted the way a script is; a recipe never does.
-
-Shapes in this module: B batch (candidates), L ids of all rows together, F features of a
-KeyedJaggedTensor.
+trusted the way a script is; a recipe never does. Kinds of input: `models/inputs.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from rankopt.errors import CardError, Problem
+from rankopt.models.inputs import (
+    DenseInput,
+    IdsInput,
+    Input,
+    KjtFeature,
+    KjtInput,
+    PackedColumn,
+    PackedInput,
+    RaggedIdsInput,
+    Strict,
+)
 from rankopt.problems import problems_of_validation, take_reserved
 from rankopt.train.settings import TrainSettings
 
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _Input(_Strict):
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    argument: str | None = None
-    """The parameter of the module's `forward` that takes it; the input's own name when None."""
-    request_level: bool = False
-    """True when all candidates of one request share the value (user and context features)."""
-
-    @property
-    def parameter(self) -> str:
-        return self.argument or self.name
-
-
-class DenseInput(_Input):
-    """Real numbers, one per column: `name` float32 [B, len(columns)]."""
-
-    kind: Literal["dense"]
-    columns: tuple[str, ...] = Field(min_length=1)
-    fill: float | None = None
-    """Stands in for a missing value; without it a missing value is an error."""
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    @property
-    def data_columns(self) -> tuple[str, ...]:
-        return self.columns
+__all__ = [
+    "DataSpec",
+    "DenseInput",
+    "IdsInput",
+    "Input",
+    "KjtFeature",
+    "KjtInput",
+    "ModelCard",
+    "Output",
+    "PackedColumn",
+    "PackedInput",
+    "RaggedIdsInput",
+    "load_card",
+    "save_card",
+]
 
 
-class IdsInput(_Input):
-    """One id per column and row: `name` [B] for a single column, else [B, len(columns)]."""
-
-    kind: Literal["ids"]
-    columns: tuple[str, ...] = Field(min_length=1)
-    num_ids: int | tuple[int, ...]
-    """Ids lie in [0, num_ids); one figure for all columns, or one each."""
-    dtype: Literal["int64", "int32"] = "int64"
-    keep_width: bool = False
-    """True keeps [B, 1] for a single column."""
-
-    @model_validator(mode="after")
-    def _one_range_per_column(self) -> IdsInput:
-        if isinstance(self.num_ids, tuple) and len(self.num_ids) != len(self.columns):
-            raise ValueError(
-                f"num_ids must be one number or one per column ({len(self.columns)}); "
-                f"got {len(self.num_ids)}"
-            )
-        return self
-
-    @property
-    def ranges(self) -> tuple[int, ...]:
-        if isinstance(self.num_ids, tuple):
-            return self.num_ids
-        return (self.num_ids,) * len(self.columns)
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    @property
-    def data_columns(self) -> tuple[str, ...]:
-        return self.columns
-
-
-class RaggedIdsInput(_Input):
-    """A list of ids per row: `name.values` [L] with `name.lengths` [B], weights [L] beside."""
-
-    kind: Literal["ragged_ids"]
-    column: str
-    num_ids: int = Field(gt=0)
-    max_length: int = Field(gt=0)
-    """Longer lists keep their last `max_length` ids (the most recent of a history)."""
-    weights_column: str | None = None
-    dtype: Literal["int64", "int32"] = "int64"
-    layout: Literal["values_lengths", "values_offsets", "padded"] = "values_lengths"
-    """How `forward` takes it: parameters `<p>_values` and `<p>_lengths` (or `<p>_offsets`,
-    B + 1 of them), or one `<p>` [B, max_length] padded at the end with `padding_id`.
-    A weighted input adds `<p>_weights`."""
-    padding_id: int = 0
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        names = (f"{self.name}.values", f"{self.name}.lengths")
-        return (*names, f"{self.name}.weights") if self.weights_column else names
-
-    @property
-    def data_columns(self) -> tuple[str, ...]:
-        return (self.column, self.weights_column) if self.weights_column else (self.column,)
-
-
-class KjtFeature(_Strict):
-    """One key of a KeyedJaggedTensor."""
-
-    key: str
-    column: str
-    num_ids: int = Field(gt=0)
-    max_length: int = Field(default=1, gt=0)
-    weights_column: str | None = None
-
-
-class KjtInput(_Input):
-    """Several id features as one torchrec KeyedJaggedTensor.
-
-    Tensors: `name.values` [L], `name.lengths` [F * B] (feature-major), weights [L] beside.
-    """
-
-    kind: Literal["kjt"]
-    features: tuple[KjtFeature, ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _weights_for_all_or_none(self) -> KjtInput:
-        weighted = [feature.key for feature in self.features if feature.weights_column]
-        if weighted and len(weighted) != len(self.features):
-            raise ValueError(
-                f"weights_column must be given for every feature or for none; got {weighted}"
-            )
-        return self
-
-    @property
-    def weighted(self) -> bool:
-        return self.features[0].weights_column is not None
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        names = (f"{self.name}.values", f"{self.name}.lengths")
-        return (*names, f"{self.name}.weights") if self.weighted else names
-
-    @property
-    def data_columns(self) -> tuple[str, ...]:
-        columns = [feature.column for feature in self.features]
-        columns += [f.weights_column for f in self.features if f.weights_column]
-        return tuple(columns)
-
-
-Input = Annotated[DenseInput | IdsInput | RaggedIdsInput | KjtInput, Field(discriminator="kind")]
-
-
-class Output(_Strict):
+class Output(Strict):
     """One score per row.
 
     `index` picks it from what the module returns: a key of a dict, a position of a tuple, a
@@ -174,7 +57,7 @@ class Output(_Strict):
     index: int | str | None = None
 
 
-class DataSpec(_Strict):
+class DataSpec(Strict):
     """Where the labelled rows are.
 
     `files` reads `train`, `validation` and `test` (paths relative to the card); `movielens` and
@@ -192,7 +75,7 @@ class DataSpec(_Strict):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class ModelCard(_Strict):
+class ModelCard(Strict):
     """A ranking model as rankopt sees it.
 
     Example:
@@ -215,8 +98,8 @@ class ModelCard(_Strict):
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
     inputs: tuple[Input, ...] = Field(min_length=1)
-    call: Literal["keywords", "dict"] = "keywords"
-    """`forward(**inputs)` or `forward({name: tensor})`."""
+    call: Literal["keywords", "positional", "dict", "list"] = "keywords"
+    """`forward(**inputs)`, `forward(a, b)`, `forward({name: a})` or `forward([a, b])`."""
     outputs: tuple[Output, ...] = Field(min_length=1)
     checkpoint: str | None = None
     """Relative to the card; `--checkpoint` overrides it."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from rankopt.errors import CardError, Problem
-from rankopt.models.card import KjtInput, ModelCard, Output, RaggedIdsInput
+from rankopt.models.card import Input, KjtInput, ModelCard, Output, RaggedIdsInput
+from rankopt.models.inputs import PadSide
 
 
 class ServingModule(nn.Module):
@@ -37,11 +38,8 @@ class ServingModule(nn.Module):
             One float tensor [B] per output of the card, as the module says it (logit or
             probability).
         """
-        features = dict(zip(self.card.tensor_names, tensors, strict=True))
-        arguments: dict[str, Any] = {}
-        for item in self.card.inputs:
-            arguments.update(_arguments_of(item, features))
-        result = self.model(arguments) if self.card.call == "dict" else self.model(**arguments)
+        positional, keywords = call_arguments(self.card, tensors)
+        result = self.model(*positional, **keywords)
         return tuple(_pick(result, output, self.card) for output in self.card.outputs)
 
 
@@ -60,7 +58,47 @@ class EagerModel:
         return dict(zip(self._outputs, scores, strict=True))
 
 
-def _arguments_of(item: Any, features: Mapping[str, Tensor]) -> dict[str, Any]:
+def call_arguments(
+    card: ModelCard, tensors: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Build what the card's module is called with, from flat tensors in the card's order.
+
+    Returns:
+        Positional and keyword arguments.
+    """
+    features = dict(zip(card.tensor_names, tensors, strict=True))
+    tree: dict[str, Any] = {}
+    for item in card.inputs:
+        for path, value in _arguments_of(item, features).items():
+            _place(tree, path, value)
+    arguments = {key: _containers(value) for key, value in tree.items()}
+    if card.call == "keywords":
+        return (), arguments
+    if card.call == "positional":
+        return tuple(arguments.values()), {}
+    if card.call == "list":
+        return (list(arguments.values()),), {}
+    return (arguments,), {}
+
+
+def _place(tree: dict[str, Any], path: str, value: Any) -> None:
+    *folders, leaf = path.split(".")
+    for folder in folders:
+        tree = tree.setdefault(folder, {})
+    tree[leaf] = value
+
+
+def _containers(value: Any) -> Any:
+    """Turn a mapping whose keys are 0, 1, ... into a list, all the way down."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _containers(item) for key, item in value.items()}
+    numbered = [str(position) for position in range(len(inner))]
+    return [inner[key] for key in numbered] if set(inner) == set(numbered) else inner
+
+
+def _arguments_of(item: Input, features: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Map where an input goes (a dotted path) to what goes there."""
     if isinstance(item, KjtInput):
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # slow to import, rarely needed
 
@@ -81,9 +119,10 @@ def _ragged_arguments(item: RaggedIdsInput, features: Mapping[str, Tensor]) -> d
     weights = features[f"{item.name}.weights"] if item.weights_column else None
     name = item.parameter
     if item.layout == "padded":
-        arguments = {name: pad(values, lengths, item.max_length, item.padding_id)}
+        side = item.pad_side
+        arguments = {name: pad(values, lengths, item.max_length, item.padding_id, side)}
         if weights is not None:
-            arguments[f"{name}_weights"] = pad(weights, lengths, item.max_length, 0)
+            arguments[f"{name}_weights"] = pad(weights, lengths, item.max_length, 0, side)
         return arguments
     arguments = {f"{name}_values": values}
     if item.layout == "values_lengths":
@@ -95,17 +134,22 @@ def _ragged_arguments(item: RaggedIdsInput, features: Mapping[str, Tensor]) -> d
     return arguments
 
 
-def pad(values: Tensor, lengths: Tensor, max_length: int, fill: float) -> Tensor:
-    """Lay ragged rows out as [B, max_length], padded at the end.
+def pad(
+    values: Tensor, lengths: Tensor, max_length: int, fill: float, side: PadSide = "end"
+) -> Tensor:
+    """Lay ragged rows out as [B, max_length], padded at one end.
 
     One fill value is appended before the gather, so that a batch whose rows are all empty (L = 0)
     reads that and not past the end.
     """
-    starts = lengths.cumsum(0) - lengths
-    position = torch.arange(max_length, device=values.device)
-    index = torch.where(
-        position[None, :] < lengths[:, None], starts[:, None] + position[None, :], values.shape[0]
-    )
+    ends = lengths.cumsum(0)
+    position = torch.arange(max_length, device=values.device)[None, :]
+    if side == "end":
+        source, inside = (ends - lengths)[:, None] + position, position < lengths[:, None]
+    else:
+        first = max_length - lengths[:, None]
+        source, inside = ends[:, None] - max_length + position, position >= first
+    index = torch.where(inside, source, values.shape[0])
     return torch.cat([values, values.new_full((1,), fill)])[index]
 
 

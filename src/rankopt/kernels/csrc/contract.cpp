@@ -4,21 +4,32 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 namespace rankopt {
 namespace {
 
 // One input as the spec tensor describes it; see rankopt/artifact/contract.py for the fields.
-enum Role : int64_t { kDense = 0, kIds = 1, kValues = 2, kLengths = 3, kWeights = 4 };
+enum Role : int64_t { kDense = 0, kIds = 1, kValues = 2, kLengths = 3, kWeights = 4, kPacked = 5 };
 
 struct Spec {
   int64_t role, scalar_type, width, partner, groups;
-  const int64_t* upper;    // one past the largest id, per column (ids) or group (values)
+  const int64_t* upper;    // one past the largest id, per column (ids, packed) or group (values)
   const int64_t* longest;  // longest list, per group (lengths)
 };
 
 constexpr int64_t kFixedFields = 5;
+
+// A float holds an id when it is a whole number in range; NaN fails every comparison.
+template <typename T>
+bool is_id(T value, int64_t upper) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return value >= 0 && value < static_cast<T>(upper) && value == std::trunc(value);
+  }
+  return value >= 0 && static_cast<int64_t>(value) < upper;
+}
 
 template <typename T>
 bool ids_in_range(const at::Tensor& ids, const Spec& spec) {
@@ -28,8 +39,20 @@ bool ids_in_range(const at::Tensor& ids, const Spec& spec) {
   for (int64_t row = 0; row < rows; ++row) {
     bool good = true;
     for (int64_t column = 0; column < columns; ++column) {
-      const int64_t id = data[row * columns + column];
-      good &= id >= 0 && id < spec.upper[column];
+      good &= is_id(data[row * columns + column], spec.upper[column]);
+    }
+    if (!good) return false;
+  }
+  return true;
+}
+
+// Columns whose upper is 0 hold real numbers, of which every value goes.
+bool matrix_in_range(const at::Tensor& matrix, const Spec& spec) {
+  const float* data = matrix.const_data_ptr<float>();
+  for (int64_t row = 0; row < matrix.size(0); ++row, data += spec.width) {
+    bool good = true;
+    for (int64_t column = 0; column < spec.width; ++column) {
+      good &= spec.upper[column] == 0 || is_id(data[column], spec.upper[column]);
     }
     if (!good) return false;
   }
@@ -50,13 +73,20 @@ bool ragged_in_range(const at::Tensor& values, const at::Tensor& lengths, const 
       if (count < 0 || count > lengths_spec.longest[group] || position + count > total) return false;
       bool good = true;
       for (int64_t end = position + count; position < end; ++position) {
-        const int64_t id = data[position];
-        good &= id >= 0 && id < values_spec.upper[group];
+        good &= is_id(data[position], values_spec.upper[group]);
       }
       if (!good) return false;
     }
   }
   return position == total;
+}
+
+// Calls `check` with a zero of the tensor's type, one of the three that ids may have.
+template <typename Check>
+bool of_type(const at::Tensor& ids, const Check& check) {
+  if (ids.scalar_type() == at::kLong) return check(int64_t{0});
+  if (ids.scalar_type() == at::kInt) return check(int32_t{0});
+  return check(0.0f);
 }
 
 bool inputs_fit(const std::vector<at::Tensor>& inputs, const at::Tensor& spec_tensor,
@@ -93,17 +123,19 @@ bool inputs_fit(const std::vector<at::Tensor>& inputs, const at::Tensor& spec_te
   for (size_t index = 0; index < inputs.size(); ++index) {
     const at::Tensor& input = inputs[index];
     const Spec& spec = specs[index];
-    const bool wide = input.scalar_type() == at::kLong;
-    if (spec.role == kIds &&
-        !(wide ? ids_in_range<int64_t>(input, spec) : ids_in_range<int32_t>(input, spec))) {
+    if (spec.role == kIds && !of_type(input, [&](auto zero) {
+          return ids_in_range<decltype(zero)>(input, spec);
+        })) {
       return false;
     }
+    if (spec.role == kPacked && !matrix_in_range(input, spec)) return false;
     if (spec.role == kWeights && input.size(0) != inputs[spec.partner].size(0)) return false;
     if (spec.role == kValues) {
       const at::Tensor& lengths = inputs[spec.partner];
       const Spec& lengths_spec = specs[spec.partner];
-      if (!(wide ? ragged_in_range<int64_t>(input, lengths, spec, lengths_spec, batch)
-                 : ragged_in_range<int32_t>(input, lengths, spec, lengths_spec, batch))) {
+      if (!of_type(input, [&](auto zero) {
+            return ragged_in_range<decltype(zero)>(input, lengths, spec, lengths_spec, batch);
+          })) {
         return false;
       }
     }

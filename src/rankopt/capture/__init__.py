@@ -1,0 +1,1 @@
+"""From a module that somebody wrote to an exported graph, with reasons where it cannot be done."""
