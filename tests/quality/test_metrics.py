@@ -8,7 +8,6 @@ from sklearn import metrics as sk
 
 from rankopt.quality.metrics import (
     LOG_LOSS_EPS,
-    METRICS,
     auc,
     auc_influence,
     calibration,
@@ -18,6 +17,9 @@ from rankopt.quality.metrics import (
     normalized_entropy,
     prediction_change,
 )
+from rankopt.quality.registry import METRICS, find_metric, metrics_to_show
+
+POINTWISE = [name for name, metric in METRICS.items() if metric.grouping is None]
 
 
 def _rows(seed: int, num_rows: int = 400, digits: int = 6) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +87,7 @@ def test_prediction_change_counts_a_broken_row_as_the_most_a_probability_can_mov
     assert change.mean_abs == pytest.approx(1.05 / 3)
 
 
-@pytest.mark.parametrize("name", list(METRICS))
+@pytest.mark.parametrize("name", POINTWISE)
 def test_influence_is_the_derivative_in_a_rows_weight(name: str) -> None:
     """Repeating one row among many copies of all rows moves the metric by influence / N."""
     metric = METRICS[name]
@@ -93,12 +95,14 @@ def test_influence_is_the_derivative_in_a_rows_weight(name: str) -> None:
     assert metric.influence is not None
     copies = 400
     many_prob, many_labels = np.tile(prob, copies), np.tile(labels, copies)
-    before = metric.compute(many_prob, many_labels)
-    influence = metric.influence(many_prob, many_labels)
+    before = metric.compute(many_prob, many_labels, None)
+    influence = metric.influence(many_prob, many_labels, None)
     assert influence.mean() == pytest.approx(0.0, abs=1e-9)
     for row in (0, 7, 23, 41):
         # One repeat is far below the class size, so sqrt(n / (n - 1)) in the AUC is 1 here.
-        after = metric.compute(np.append(many_prob, prob[row]), np.append(many_labels, labels[row]))
+        after = metric.compute(
+            np.append(many_prob, prob[row]), np.append(many_labels, labels[row]), None
+        )
         moved = (after - before) * len(many_prob)
         assert moved == pytest.approx(influence[row], rel=1e-2, abs=1e-3)
 
@@ -139,6 +143,38 @@ def test_registry_states_direction_and_positive_margins() -> None:
         "log_loss": "lower",
         "auc": "higher",
         "calibration": "lower",
+        "gauc": "higher",
     }
     assert METRICS["ne"].margin == 0.001
     assert all(metric.margin > 0 and metric.name == name for name, metric in METRICS.items())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(["ndcg", "hr"]), st.integers(1, 999_999))
+def test_a_cutoff_may_be_any_whole_number_from_one(family: str, cutoff: int) -> None:
+    metric = find_metric(f"{family}@{cutoff}")
+    assert metric is not None
+    assert metric.name == f"{family}@{cutoff}"
+    assert (metric.direction, metric.delta, metric.margin) == ("higher", "absolute", 0.001)
+    assert str(cutoff) in metric.title
+
+
+@pytest.mark.parametrize(
+    "name", ["ndcg", "hr@", "ndcg@0", "ndcg@05", "ndcg@-1", "hr@1.5", "NDCG@5", "auc@5", "ndcg@5 ",
+             "hr@\u0665", "hr@1000000"],
+)  # fmt: skip
+def test_a_name_that_is_no_metric_is_not_found(name: str) -> None:
+    assert find_metric(name) is None
+
+
+def test_a_report_shows_grouped_metrics_where_there_are_groups() -> None:
+    def names(clusters: np.ndarray | None, named: tuple[str, ...] = ()) -> list[str]:
+        return [metric.name for metric in metrics_to_show(clusters, named)]
+
+    pairs, single = np.array([3, 3, 5]), np.array([1, 2, 3])
+    assert names(pairs) == [*POINTWISE, "gauc", "ndcg@10", "hr@10"]
+    assert names(pairs, ("hr@5", "ndcg@20", "ndcg@5", "nonsense")) == [
+        *POINTWISE, "gauc", "ndcg@5", "ndcg@10", "ndcg@20", "hr@5", "hr@10",
+    ]  # fmt: skip
+    assert names(None) == names(single) == POINTWISE
+    assert names(None, ("gauc", "hr@5")) == [*POINTWISE, "gauc", "hr@5"]

@@ -7,11 +7,13 @@ import pytest
 from scipy.optimize import brentq
 
 from rankopt.errors import DataError, UsageError
-from rankopt.quality import metrics as metrics_module
-from rankopt.quality.metrics import METRICS, auc, normalized_entropy
+from rankopt.quality import registry
+from rankopt.quality.metrics import auc, normalized_entropy
 from rankopt.quality.parity import compare_quality, paired_change
+from rankopt.quality.registry import METRICS
 
 MARGIN = METRICS["ne"].margin
+POINTWISE = {name: metric for name, metric in METRICS.items() if metric.grouping is None}
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -101,7 +103,7 @@ def test_change_at_the_margin_says_that_more_rows_would_not_help() -> None:
 @pytest.mark.parametrize("clustered", [False, True])
 def test_identical_arms_change_by_exactly_nothing(clustered: bool) -> None:
     control, _, labels = _arms(3, 500)
-    clusters = np.arange(500) // 7 if clustered else None
+    clusters = np.arange(500) // 12 if clustered else None
     for result in compare_quality(control, control.copy(), labels, clusters=clusters).values():
         assert (result.delta, result.ci_low, result.ci_high) == (0.0, 0.0, 0.0)
         assert result.verdict == "pass"
@@ -152,8 +154,9 @@ def test_better_metric_never_fails(num_rows: int) -> None:
 def test_delta_is_relative_for_ne_and_log_loss_and_absolute_otherwise() -> None:
     control, candidate, labels = _arms(7, 2000)
     result = compare_quality(control, candidate, labels)
-    for name, metric in METRICS.items():
-        before, after = metric.compute(control, labels), metric.compute(candidate, labels)
+    for name, metric in POINTWISE.items():
+        before = metric.compute(control, labels, None)
+        after = metric.compute(candidate, labels, None)
         expected = after / before - 1 if name in {"ne", "log_loss"} else after - before
         assert result[name].delta == pytest.approx(expected, abs=1e-12)
         assert result[name].control == before
@@ -235,7 +238,6 @@ def test_bad_rows_are_refused_with_the_row_and_the_next_step() -> None:
     refuse(r"control: row 0.*activation", control=np.full(500, -0.1))
     refuse(r"control 500, candidate 499", candidate=candidate[1:])
     refuse(r"clusters 4", clusters=np.arange(4))
-    refuse(r"all 500 rows are 1", labels=np.ones(500))
     refuse(r"row 2: must be 0 or 1; got 0\.5", labels=np.where(np.arange(500) == 2, 0.5, labels))
     with pytest.raises(DataError, match="no rows"):
         compare_quality([], [], [])
@@ -269,6 +271,124 @@ def test_one_cluster_or_one_positive_row_decides_nothing() -> None:
         assert "single row" in result.reason
 
 
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (np.ones(300), "all 300 labels are 1, and quality needs rows of both classes"),
+        (np.where(np.arange(300) < 40, 0.0, np.nan), "all 40 labels are 0"),
+        (np.full(300, np.nan), "no row has a label of this output"),
+    ],
+)
+def test_labels_of_one_class_leave_every_metric_without_figures(
+    labels: np.ndarray, said: str
+) -> None:
+    control, candidate, _ = _arms(13, 300)
+    results = compare_quality(control, candidate, labels, clusters=np.arange(300) // 3)
+    for result in results.values():
+        assert result.verdict == "inconclusive"
+        assert (result.control, result.candidate, result.delta) == (None, None, None)
+        assert result.reason is not None
+        assert said in result.reason
+
+
+def test_rows_without_a_label_are_not_judged() -> None:
+    control, candidate, labels = _arms(18, 600)
+    clusters = np.arange(600) // 5
+    clicked = np.random.default_rng(0).random(600) < 0.4
+    found = compare_quality(
+        control, candidate, np.where(clicked, labels, np.nan), clusters=clusters
+    )
+    expected = compare_quality(
+        control[clicked], candidate[clicked], labels[clicked], clusters=clusters[clicked]
+    )
+    assert found == expected
+    assert found["ne"].num_rows == clicked.sum()
+
+
+@pytest.mark.parametrize(
+    ("clusters", "said"),
+    [
+        (None, "the model card names no request_key"),
+        (np.arange(300), "every group of the request_key is a single row"),
+    ],
+)
+def test_a_grouped_metric_that_is_asked_for_without_groups_says_so(
+    clusters: np.ndarray | None, said: str
+) -> None:
+    control, candidate, labels = _arms(19, 300)
+    plain = compare_quality(control, candidate, labels, clusters=clusters)
+    assert list(plain) == list(POINTWISE)
+    asked = compare_quality(
+        control, candidate, labels, clusters=clusters, margins={"gauc": 0.002, "hr@5": 0.01}
+    )
+    assert list(asked) == [*POINTWISE, "gauc", "hr@5"]
+    for name, margin in (("gauc", 0.002), ("hr@5", 0.01)):
+        result = asked[name]
+        assert (result.verdict, result.control, result.margin) == ("inconclusive", None, margin)
+        assert result.reason is not None
+        assert said in result.reason
+
+
+def test_a_grouped_metric_without_a_group_that_counts_says_so() -> None:
+    control, candidate, _ = _arms(20, 300)
+    clusters = np.arange(300) // 3
+    # Whole groups of one class.
+    result = compare_quality(control, candidate, (clusters % 2).astype(float), clusters=clusters)
+    assert result["gauc"].reason == "no group holds rows of both classes"
+    assert result["gauc"].verdict == "inconclusive"
+    assert result["ndcg@10"].control == pytest.approx(1.0)
+    assert result["hr@10"].reason is not None
+    assert "no group with a positive row has 11 rows or more" in result["hr@10"].reason
+
+
+def test_a_grouped_metric_is_judged_on_the_groups_that_count() -> None:
+    control, candidate, labels = _arms(21, 3000)
+    clusters = np.arange(3000) // 4
+    labels[clusters >= 500] = 0
+    result = compare_quality(control, candidate, labels, clusters=clusters)
+    positives = np.bincount(clusters, weights=labels)
+    assert result["ndcg@10"].num_clusters == (positives > 0).sum()
+    assert result["gauc"].num_clusters == ((positives > 0) & (positives < 4)).sum()
+    assert result["gauc"].num_rows == 4 * result["gauc"].num_clusters
+    assert result["ne"].num_rows == 3000
+    assert result["gauc"].direction == "higher"
+
+
+def test_planted_loss_of_order_fails_on_every_grouped_metric() -> None:
+    rng = np.random.default_rng(22)
+    clusters = np.repeat(np.arange(3000), 20)
+    logit = rng.normal(-1, 1.5, 60_000)
+    labels = (rng.random(60_000) < _sigmoid(logit)).astype(float)
+    margins = {"gauc": 0.001, "ndcg@10": 0.001, "hr@1": 0.001}
+    worse = _sigmoid(logit + rng.normal(0, 1, 60_000))
+    result = compare_quality(_sigmoid(logit), worse, labels, clusters=clusters, margins=margins)
+    assert {name: result[name].verdict for name in margins} == dict.fromkeys(margins, "fail")
+    better = compare_quality(worse, _sigmoid(logit), labels, clusters=clusters, margins=margins)
+    assert {name: better[name].verdict for name in margins} == dict.fromkeys(margins, "pass")
+    # A change of scores that keeps the order of every group is no change, and needs no rows.
+    moved = _sigmoid(2 * logit + rng.normal(0, 1, 3000)[clusters])
+    kept = compare_quality(_sigmoid(logit), moved, labels, clusters=clusters, margins=margins)
+    for name in margins:
+        assert (kept[name].delta, kept[name].ci_low, kept[name].ci_high) == (0.0, 0.0, 0.0)
+        assert kept[name].verdict == "pass"
+
+
+def test_no_hit_lost_in_few_groups_is_no_proof_that_none_would_be() -> None:
+    rng = np.random.default_rng(23)
+    clusters = np.repeat(np.arange(200), 8)
+    control = rng.random(1600)
+    labels = np.zeros(1600)
+    labels[np.lexsort((-control, clusters))[::8]] = 1  # the best of each group
+    candidate = np.where(labels == 1, control, control * rng.uniform(0.9, 1, 1600))
+    result = compare_quality(control, candidate, labels, clusters=clusters, margins={"hr@3": 0.01})
+    hits = result["hr@3"]
+    assert (hits.control, hits.candidate, hits.delta) == (1.0, 1.0, 0.0)
+    # 0 of 200: the exact upper limit of the share at 97.5 % is 1.83 %.
+    assert hits.ci_low == pytest.approx(-0.01828, abs=1e-5)
+    assert hits.verdict == "inconclusive"
+    assert hits.rows_to_decide is not None
+
+
 def test_few_clusters_are_named_in_the_reason() -> None:
     control, candidate, labels = _arms(14, 300)
     ne = compare_quality(control, candidate, labels, clusters=np.arange(300) % 4)["ne"]
@@ -289,7 +409,7 @@ def test_metric_without_influence_uses_the_bootstrap(monkeypatch: pytest.MonkeyP
     clusters = np.arange(600) // 6
     expected = compare_quality(control, candidate, labels, clusters=clusters)["ne"]
     plain = replace(METRICS["ne"], influence=None)
-    monkeypatch.setitem(metrics_module.METRICS, "ne", plain)
+    monkeypatch.setitem(registry.METRICS, "ne", plain)
     found = compare_quality(control, candidate, labels, clusters=clusters, seed=3)["ne"]
     assert found.delta == expected.delta
     assert expected.ci_low is not None
@@ -305,7 +425,7 @@ def test_metric_that_resamples_cannot_define_decides_nothing(
     control, candidate, _ = _arms(17, 200)
     labels = (np.arange(200) < 2).astype(float)
     plain = replace(METRICS["auc"], influence=None)
-    monkeypatch.setitem(metrics_module.METRICS, "auc", plain)
+    monkeypatch.setitem(registry.METRICS, "auc", plain)
     result = compare_quality(control, candidate, labels)["auc"]
     assert result.verdict == "inconclusive"
     assert result.reason is not None
@@ -340,14 +460,16 @@ def _coverage(
     )
     control, candidate, labels, _ = large
     truth = {
-        name: metric.change(metric.compute(control, labels), metric.compute(candidate, labels))
-        for name, metric in METRICS.items()
+        name: metric.change(
+            metric.compute(control, labels, None), metric.compute(candidate, labels, None)
+        )
+        for name, metric in POINTWISE.items()
     }
     rng = np.random.default_rng(5)
-    covered = dict.fromkeys(METRICS, 0)
+    covered = dict.fromkeys(POINTWISE, 0)
     for _ in range(num_runs):
         control, candidate, labels, clusters = _draw_rows(rng, num_clusters, rows_per_cluster, base)
-        for name, metric in METRICS.items():
+        for name, metric in POINTWISE.items():
             change = paired_change(
                 metric, control, candidate, labels, clusters if by_cluster else None
             )

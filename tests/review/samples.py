@@ -57,6 +57,12 @@ def auc(delta: float = -0.0001, half: float = 0.0002, **changes: Any) -> MetricP
     return ne(delta, half, **{**fields, **changes})
 
 
+def undefined(reason: str) -> MetricParity:
+    """Build the parity of a metric that the rows leave without a value."""
+    nothing = dict.fromkeys(("control", "candidate", "delta", "ci_low", "ci_high"))
+    return ne().model_copy(update={**nothing, "verdict": "inconclusive", "reason": reason})
+
+
 def latency(batch_size: int, speedup: float, half: float = 0.1, /, **changes: Any) -> LatencyRow:
     """Build a latency row from its speed-up and the half width of its interval."""
     control = (1.1 + 0.05 * batch_size) * MS

@@ -165,3 +165,44 @@ def test_worst_never_softens(verdicts):
         assert joined == "inconclusive"
     else:
         assert joined == "pass"
+
+
+TASKS = Scope(where="recipes/x.yaml", batch_sizes=(1,), outputs=("click", "love"))
+
+
+def test_metrics_of_groups_are_gated_at_any_cutoff():
+    gates = read("quality: {gauc: 0.1%, ndcg@10: 0.002, hr@5: 1%, love.ndcg@37: 0.3%}")
+    assert gates.check(TASKS) == []
+    assert gates.margins()["love.ndcg@37"] == pytest.approx(0.003)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ndcg", "a whole number from 1: ndcg@10"),
+        ("hr@0", "a whole number from 1: hr@10"),
+        ("love.hr@x", "a whole number from 1: hr@10"),
+        ("gaucc", "Did you mean 'gauc'"),
+        ("ndgc@10", "Did you mean 'ndcg@10'"),
+    ],
+)
+def test_a_name_that_is_no_metric_gets_the_next_step(name: str, said: str):
+    (found,) = read(f"quality: {{{name}: 0.1%}}").check(TASKS)
+    assert str(found).startswith(f"recipes/x.yaml: gates.quality.{name}: is not a quality metric")
+    assert said in str(found)
+
+
+def test_an_output_the_model_does_not_have_is_refused_once_the_card_is_known():
+    gates = read("quality: {ne: 0.1%, lovee.ne: 0.1%, love.ne: 0.3%}")
+    (found,) = gates.check(TASKS)
+    said = str(found)
+    assert said.startswith("recipes/x.yaml: gates.quality.lovee.ne: must name an output")
+    assert "(click, love); got 'lovee'" in said
+    assert "Did you mean 'love'?" in said
+    assert gates.check(PLAN) == []
+
+
+def test_the_margin_of_one_output_replaces_the_general_one():
+    gate = read("quality: {love.ne: 0.3%, ne: 0.1%, gauc: 0.2%, love.auc: 0.001}").quality
+    assert gate.margins_of("love") == pytest.approx({"ne": 0.003, "gauc": 0.002, "auc": 0.001})
+    assert gate.margins_of("click") == pytest.approx({"ne": 0.001, "gauc": 0.002})

@@ -121,6 +121,73 @@ def test_a_margin_holds_for_every_output():
     assert judge(draft(quality=quality), only).verdict == "pass"
 
 
+@pytest.mark.parametrize("order", [("ne", "love.ne"), ("love.ne", "ne")])
+def test_the_margin_of_one_output_holds_in_place_of_the_general_one(order):
+    margins = {"ne": "0.1%", "love.ne": "0.3%"}
+    gates = Gates.model_validate({"quality": {name: margins[name] for name in order}})
+    love = ne(0.002, 0.0001, margin=0.003)
+    report = judge(draft(quality={"click.ne": ne(), "love.ne": love}), gates)
+    assert report.verdict == "pass"
+    assert sorted(item.gate for item in report.gates) == ["quality.click.ne", "quality.love.ne"]
+    assert "within the margin of 0.300 %" in result(report, "quality.love.ne").reason
+    assert "within the margin of 0.100 %" in result(report, "quality.click.ne").reason
+    # A tighter one does not give way to the general one either.
+    tight = Gates.model_validate({"quality": {"ne": "1%", "love.ne": "0.1%"}})
+    report = judge(draft(quality={"click.ne": ne(), "love.ne": love}), tight)
+    assert result(report, "quality.love.ne").verdict == "fail"
+
+
+def test_a_general_margin_that_every_output_replaces_is_not_missed():
+    gates = Gates.model_validate({"quality": {"ne": "0.1%", "a.ne": "1%", "b.ne": "1%"}})
+    report = judge(draft(quality={"a.ne": ne(0.002), "b.ne": ne(0.002)}), gates)
+    assert report.verdict == "pass"
+    assert len(report.gates) == 2
+
+
+def test_the_only_output_may_be_named_too():
+    gates = Gates.model_validate({"quality": {"ne": "0.1%", "like.ne": "0.3%"}})
+    report = judge(draft(quality={"ne": ne(0.002)}, outputs=("like",)), gates)
+    assert report.verdict == "pass"
+    (found,) = report.gates
+    assert "within the margin of 0.300 %" in found.reason
+    other = judge(draft(quality={"ne": ne()}, outputs=("click",)), gates)
+    assert other.verdict == "inconclusive"
+    assert "(like) was not measured" in result(other, "quality.like.ne").reason
+
+
+def test_a_gate_on_a_metric_without_figures_is_inconclusive_with_the_reason():
+    random = np.random.default_rng(2)
+    control = random.uniform(0.1, 0.9, 400)
+    labels = (random.uniform(size=400) < control).astype(float)
+    gates = Gates.model_validate({"quality": {"ne": "1%", "hr@5": "1%", "gauc": "1%"}})
+    for clusters, said in (
+        (None, "names no request_key"),
+        (np.arange(400), "a single row"),
+        (np.arange(400) // 2, "no group with a positive row has 6 rows or more"),
+    ):
+        quality = compare_quality(
+            control, control, labels, clusters=clusters, margins=gates.margins()
+        )
+        report = judge(draft(quality=quality), gates)
+        assert report.verdict == "inconclusive"
+        assert said in result(report, "quality.hr@5").reason
+        assert result(report, "quality.ne").verdict == "pass"
+
+
+def test_an_output_whose_labels_are_of_one_class_is_undecided_alone():
+    control = np.random.default_rng(3).uniform(0.1, 0.9, 400)
+    labels = (np.random.default_rng(4).uniform(size=400) < control).astype(float)
+    quality = {
+        f"{output}.{name}": parity
+        for output, column in (("click", labels), ("refund", np.zeros(400)))
+        for name, parity in compare_quality(control, control, column).items()
+    }
+    report = judge(draft(quality=quality), Gates())
+    assert report.verdict == "inconclusive"
+    assert result(report, "quality.click.ne").verdict == "pass"
+    assert "all 400 labels are 0" in result(report, "quality.refund.ne").reason
+
+
 @pytest.mark.parametrize(
     ("speedup", "half", "verdict"),
     [(3.2, 0.1, "pass"), (3.0, 0.1, "inconclusive"), (2.8, 0.1, "fail"), (3.1, 0.1, "pass")],

@@ -13,7 +13,7 @@ import pytest
 
 from rankopt.review.judge import judge
 from rankopt.review.report import write_report
-from review.samples import GATES, draft, ne
+from review.samples import GATES, draft, ne, undefined
 
 CHROMIUM = next(
     (path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path),
@@ -38,6 +38,8 @@ addEventListener("load", () => setTimeout(() => {
       wide: [...page.querySelectorAll(".plot svg")].filter(
         (s) => s.getBoundingClientRect().right > width + 1).length,
       overflow: page.documentElement.scrollWidth - page.documentElement.clientWidth,
+      scrolled: [...page.querySelectorAll("[aria-label^=Quality]")].filter(
+        (t) => t.scrollWidth > t.clientWidth + 1).length,
       injected: page.querySelectorAll("img").length,
       verdict: page.querySelector(".verdict .word").innerText,
     };
@@ -72,7 +74,25 @@ def test_plots_are_drawn_without_errors_or_sideways_scrolling(tmp_path: Path):
     found, console = open_page(tmp_path, tmp_path / "profile")
     assert console == ""
     for width in ("f390", "f1280"):
+        del found[width]["scrolled"]
         assert found[width] == {
             "plots": 5, "drawn": 5, "wide": 0, "overflow": 0, "injected": 0,
             "verdict": "\u2715 Fail",
         }  # fmt: skip
+
+
+def test_three_outputs_of_seven_metrics_fit_the_page(tmp_path: Path):
+    why = "no group with a positive row has 11 rows or more, so its value is the same in any order"
+    quality = {
+        f"{output}.{name}": undefined(why) if name == "hr@10" else ne()
+        for output in ("click", "love", "buy")
+        for name in ("ne", "log_loss", "auc", "calibration", "gauc", "ndcg@10", "hr@10")
+    }
+    write_report(judge(draft(quality=quality, outputs=("click", "love", "buy")), GATES), tmp_path)
+    found, console = open_page(tmp_path, tmp_path / "profile")
+    assert console == ""
+    for width in ("f390", "f1280"):
+        assert found[width]["plots"] == found[width]["drawn"] == 7
+        assert (found[width]["wide"], found[width]["overflow"]) == (0, 0)
+    # On a desktop no table of quality needs to be scrolled sideways.
+    assert found["f1280"]["scrolled"] == 0

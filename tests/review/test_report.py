@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from rankopt.errors import InputError
 from rankopt.review import report as report_module
+from rankopt.review.gates import Gates
 from rankopt.review.judge import judge
+from rankopt.review.plots import figures
 from rankopt.review.report import (
     load_report,
     review,
@@ -34,7 +36,7 @@ from rankopt.review.schema import (
     Report,
     Size,
 )
-from review.samples import GATES, PASSES, draft, latency, ne
+from review.samples import GATES, PASSES, draft, latency, ne, undefined
 
 CONTRACT = {
     "verdict", "reasons", "quality", "latency", "size", "cost", "passes", "environment",
@@ -42,7 +44,7 @@ CONTRACT = {
 }  # fmt: skip
 ADDED = {
     "gates", "baselines", "prediction_change", "calibration_curve", "scatter", "statistics_unit",
-    "model", "recipe", "objective", "data", "made_at",
+    "model", "recipe", "objective", "data", "made_at", "capture", "outputs",
 }  # fmt: skip
 
 
@@ -200,6 +202,79 @@ def test_an_interval_stands_beside_each_speedup(report: Report):
         assert f"{row.ci_low:.4g}x to {row.ci_high:.4g}x" in html
 
 
+def test_each_output_has_a_table_and_a_plot_of_its_own():
+    quality = {
+        f"{output}.{name}": ne()
+        for output in ("click", "love", "buy")
+        for name in ("ne", "log_loss", "auc", "calibration", "gauc", "ndcg@10", "hr@10")
+    }
+    many = judge(draft(quality=quality, outputs=("click", "love", "buy")), Gates())
+    markdown, html = to_markdown(many), to_html(many)
+    for output in ("click", "love", "buy"):
+        part = markdown.split(f"### Output {output}\n")[1].split("#")[0]
+        assert len([line for line in part.splitlines() if line.startswith("|")]) == 9
+        assert f'<h3 class="apart">Output {output}</h3>' in html
+        assert f"Change of quality against its margin: {output}" in html
+    assert "| Hit rate@10 |" in markdown
+    assert (
+        "Shown but not gated: Log loss, AUC, Calibration, GAUC, NDCG@10, Hit rate@10." in markdown
+    )
+
+
+def test_a_metric_that_some_outputs_do_not_gate_names_them():
+    quality = {"click.ne": ne(), "love.ne": ne()}
+    report = judge(draft(quality=quality), Gates.model_validate({"quality": {"love.ne": 0.01}}))
+    assert "Shown but not gated: Normalized entropy (click)." in to_markdown(report)
+
+
+def test_why_a_metric_has_no_figures_stands_in_its_row():
+    gauc = undefined("no group holds rows of both classes")
+    report = judge(draft(quality={"ne": ne(), "gauc": gauc}), Gates())
+    assert report.verdict == "pass"
+    (line,) = [row for row in to_markdown(report).splitlines() if row.startswith("| GAUC")]
+    assert "not measured (no group holds rows of both classes)" in line
+    assert "inconclusive, not gated" in line
+    assert '<span class="why">no group holds rows of both classes</span>' in to_html(report)
+
+
+@pytest.mark.parametrize(
+    ("unit", "why"),
+    [("row", "the card names no request_key"), ("user_id", "every group of the request_key is a")],
+)
+def test_metrics_of_groups_that_are_left_out_are_named(unit: str, why: str):
+    said = "GAUC, NDCG and hit rate are left out"
+    assert f"{said}: {why}" in to_markdown(judge(draft(statistics_unit=unit), GATES))
+    grouped = judge(draft(quality={"ne": ne(), "gauc": ne()}, statistics_unit=unit), GATES)
+    assert said not in to_markdown(grouped)
+
+
+def test_an_output_that_has_no_label_on_some_rows_is_named():
+    quality = {"click.ne": ne(num_rows=20_012), "buy.ne": ne(num_rows=800)}
+    text = to_markdown(judge(draft(quality=quality), GATES))
+    assert "buy has a label on 800 of 20,012 rows" in text
+    assert "click has a label on" not in text
+
+
+def test_how_the_model_was_captured_is_shown_where_there_is_something_to_say():
+    heading = "How the model was captured"
+    notes = ("`gru` was left eager: <b>lengths.max()</b>", "x.size(0) == 1 was taken as False")
+    report = judge(draft(capture=notes), GATES)
+    assert to_markdown(report).count(heading) == to_html(report).count(heading) == 1
+    assert "x.size(0) == 1 was taken as False" in to_markdown(report)
+    assert "&lt;b&gt;lengths.max()" in to_html(report)
+    plain = judge(draft(), GATES)
+    assert heading not in to_markdown(plain) + to_html(plain)
+
+
+def test_one_wide_interval_does_not_hide_the_others():
+    (figure,) = figures(draft(quality={"ne": ne(), "hr@10": ne(0.0, 0.9), "auc": ne(0.02, 0.001)}))[
+        "quality"
+    ]
+    low, high = figure.layout["xaxis"]["range"]
+    assert -8 < low < -4
+    assert 20 < high < 25, "a value of 20 margins shows; an interval of 900 does not stretch it"
+
+
 ATTACK = '<script>alert("x")</script><img src=x onerror=alert(1)>'
 
 
@@ -321,7 +396,8 @@ pass_record = st.builds(
 reports = st.builds(
     Report, verdict=verdicts, reasons=st.lists(name, max_size=3),
     gates=st.lists(st.builds(GateResult, gate=name, verdict=verdicts, reason=name), max_size=3),
-    quality=st.dictionaries(st.sampled_from(["ne", "auc", "click.ne"]) | name, parity, max_size=3),
+    quality=st.dictionaries(st.sampled_from(["ne", "click.ne", "gauc", "click.hr@5"]) | name,
+                            parity, max_size=3),
     latency=st.lists(latency_row, max_size=3), baselines=st.lists(baseline_row, max_size=2),
     size=st.builds(Size, control_bytes=maybe, candidate_bytes=maybe, control_code_bytes=maybe,
                    candidate_code_bytes=maybe, candidate_resident_bytes=maybe),

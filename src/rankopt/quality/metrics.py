@@ -1,4 +1,4 @@
-"""Quality metrics of one arm, and for each the influence of every row on it.
+"""Pointwise quality metrics of one arm, and for each the influence of every row on it.
 
 Every function takes probabilities and 0/1 labels of the same rows. The influence psi of a row is
 the derivative of the metric in that row's weight: it has mean zero, and the metric's sampling error
@@ -11,9 +11,7 @@ Shapes: N rows. All arrays are float64 [N].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,70 +102,6 @@ def calibration_influence(prob_N: Array, labels_N: Array) -> Array:
     """Influence of each row on predicted over observed clicks."""
     ratio = calibration(prob_N, labels_N)
     return np.asarray((prob_N - ratio * labels_N) / labels_N.mean())
-
-
-MetricFunction = Callable[[Array, Array], float]
-InfluenceFunction = Callable[[Array, Array], Array]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One entry of `METRICS`.
-
-    Attributes:
-        name: the key in report.json and in a recipe's gates.
-        title: the name in a sentence.
-        direction: which way is better. A metric with a `target` is better nearer to it; its
-            direction in a report is then the side on which it was judged.
-        delta: candidate / control - 1 (`relative`) or candidate - control (`absolute`).
-        margin: the harm allowed where no gate says otherwise, positive, in the unit of delta.
-        compute: the metric.
-        influence: the influence of each row; None has the bootstrap find the interval.
-        target: the best value, for a metric that can miss it on either side.
-    """
-
-    name: str
-    title: str
-    direction: Literal["higher", "lower"]
-    delta: Literal["relative", "absolute"]
-    margin: float
-    compute: MetricFunction
-    influence: InfluenceFunction | None = None
-    target: float | None = None
-
-    def change(self, control: float, candidate: float) -> float:
-        """Return delta, in the unit the margin has."""
-        return candidate / control - 1 if self.delta == "relative" else candidate - control
-
-
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        # NE +0.1 % is what ads ranking teams ship by. Base rates being equal on the same rows, log
-        # loss moves by the same share.
-        Metric(
-            "ne",
-            "normalized entropy",
-            "lower",
-            "relative",
-            0.001,
-            normalized_entropy,
-            normalized_entropy_influence,
-        ),
-        Metric("log_loss", "log loss", "lower", "relative", 0.001, log_loss, log_loss_influence),
-        Metric("auc", "AUC", "higher", "absolute", 0.001, auc, auc_influence),
-        Metric(
-            "calibration",
-            "calibration",
-            "lower",
-            "absolute",
-            0.005,
-            calibration,
-            calibration_influence,
-            target=1.0,
-        ),
-    )
-}
 
 
 def prediction_change(control_N: Array, candidate_N: Array) -> PredictionChange:

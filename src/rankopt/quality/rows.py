@@ -26,8 +26,8 @@ def check_rows(
     A candidate that is not finite is not refused: it is a finding about the candidate.
 
     Raises:
-        DataError: lengths differ, labels are not 0/1 or of one class, the control predicts a value
-            that is not finite, or an arm predicts outside [0, 1].
+        DataError: lengths differ, there are no rows, labels are neither 0, 1 nor NaN (no label),
+            the control predicts a value that is not finite, or an arm predicts outside [0, 1].
     """
     lengths = {"control": len(control_N), "candidate": len(candidate_N), "labels": len(labels_N)}
     if clusters_N is not None:
@@ -59,17 +59,12 @@ def check_rows(
 
 
 def _check_labels(labels_N: Array) -> None:
-    wrong = np.flatnonzero((labels_N != 0) & (labels_N != 1))
+    if not len(labels_N):
+        raise DataError("labels: there are no rows. Quality needs labelled rows of both classes.")
+    wrong = np.flatnonzero((labels_N != 0) & (labels_N != 1) & ~np.isnan(labels_N))
     if len(wrong):
         where = f"labels: row {wrong[0]}"
         raise DataError(problems=[Problem(where, "must be 0 or 1", float(labels_N[wrong[0]]))])
-    if not len(labels_N):
-        raise DataError("labels: there are no rows. Quality needs labelled rows of both classes.")
-    if labels_N.min() == labels_N.max():
-        raise DataError(
-            f"labels: all {len(labels_N):,} rows are {labels_N[0]:.0f}; quality needs rows of both "
-            "classes. Take a larger or another sample."
-        )
 
 
 def _range_problems(arm: str, prob_N: Array) -> list[Problem]:

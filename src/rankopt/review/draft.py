@@ -17,7 +17,14 @@ from rankopt.quality.metrics import calibration_curve, prediction_change
 from rankopt.quality.parity import compare_quality
 from rankopt.review.cost import BlockTimes, closed_loop_cost
 from rankopt.review.gates import Gates
-from rankopt.review.schema import Cost, MetricParity, PassRecord, Report, Size
+from rankopt.review.schema import (
+    CalibrationPoint,
+    Cost,
+    MetricParity,
+    PassRecord,
+    Report,
+    Size,
+)
 
 SCATTER_POINTS = 1_000
 
@@ -28,6 +35,7 @@ class Subject:
 
     Attributes:
         recipe, objective, passes: of the candidate; None and empty where it names none.
+        capture: notes on how the candidate's graph was captured.
         data: where the rows came from (`Splits.description`).
         price_per_hour, slo_p99_ns: what the user named.
         reproduce: the command.
@@ -39,6 +47,7 @@ class Subject:
     recipe: str | None = None
     objective: str | None = None
     passes: Sequence[PassRecord] = ()
+    capture: Sequence[str] = ()
     price_per_hour: float | None = None
     slo_p99_ns: float | None = None
 
@@ -70,13 +79,15 @@ def draft_report(
         size=subject.size,
         cost=_cost(result, subject),
         passes=list(subject.passes),
+        capture=tuple(subject.capture),
+        outputs=tuple(labels),
         prediction_change={
             name: prediction_change(control[name], candidate[name]) for name in labels
         },
         calibration_curve={
             name: {
-                "control": list(calibration_curve(control[name], label)),
-                "candidate": list(calibration_curve(candidate[name], label)),
+                "control": _curve(control[name], label),
+                "candidate": _curve(candidate[name], label),
             }
             for name, label in labels.items()
         },
@@ -88,7 +99,7 @@ def draft_report(
         data={
             **subject.data,
             "num_rows": rows.num_rows,
-            "positives": {name: int(label.sum()) for name, label in labels.items()},
+            "positives": {name: int(np.nansum(label)) for name, label in labels.items()},
         },
         environment={
             **environment.model_dump(mode="json"),
@@ -113,22 +124,15 @@ def _quality(
             result.candidate_predictions[output.name],
             rows.labels[output.label],
             clusters=rows.clusters,
-            margins=_margins(gates, output.name),
+            margins=gates.quality.margins_of(output.name),
         )
         found |= {f"{prefix}{name}": value for name, value in parity.items()}
     return found
 
 
-def _margins(gates: Gates, output: str) -> dict[str, float]:
-    """Margins for one output: `click.ne` means the output `click` alone, `ne` means all."""
-    general, own = {}, {}
-    for name, margin in gates.margins().items():
-        target, _, metric = name.rpartition(".")
-        if not target:
-            general[metric] = margin
-        elif target == output:
-            own[metric] = margin
-    return {**general, **own}
+def _curve(prob_N: Any, labels_N: Any) -> list[CalibrationPoint]:
+    labelled_N = ~np.isnan(labels_N)
+    return list(calibration_curve(prob_N[labelled_N], labels_N[labelled_N]))
 
 
 def _cost(result: AbResult, subject: Subject) -> Cost:

@@ -75,12 +75,14 @@ class Scope:
         batch_sizes: those of the plan.
         baseline_arms: labels of the further arms of the plan.
         price_given: whether the user gave an hourly price.
+        outputs: names of the model's outputs; empty where the card is not known yet.
     """
 
     where: str = "recipe"
     batch_sizes: tuple[int, ...] = ()
     baseline_arms: tuple[str, ...] = field(default=())
     price_given: bool = False
+    outputs: tuple[str, ...] = ()
 
     def batch_size_problems(self, path: str, batch_size: int) -> list[Problem]:
         """Refuse a batch size that the plan does not measure."""

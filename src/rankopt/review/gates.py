@@ -1,243 +1,26 @@
 """The gates a recipe can set, as they stand in its `gates:` mapping.
 
-Adding a gate is one class here (or in a file of its own, or in a package that announces it under
-the entry point group `rankopt.gates`) and one line in `GATE_KINDS`.
+Adding a gate is one class (here, in a file of its own, or in a package that announces it under the
+entry point group `rankopt.gates`) and one line in `GATE_KINDS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
-from rankopt.errors import (
-    EXIT_FAIL,
-    EXIT_INCONCLUSIVE,
-    EXIT_PASS,
-    EnvironmentProblem,
-    Problem,
-    nearest,
-)
-from rankopt.quality.metrics import METRICS
+from rankopt.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS, EnvironmentProblem, Problem
 from rankopt.review import wording
-from rankopt.review.gate import (
-    Count,
-    Finding,
-    Gate,
-    Margin,
-    Ratio,
-    Scope,
-    at_least,
-    at_most,
-    relation,
-    worst,
-)
-from rankopt.review.schema import BaselineRow, LatencyRow, MetricParity, Report, Verdict
+from rankopt.review.gate import Count, Finding, Gate, Ratio, Scope, at_least, at_most, relation
+from rankopt.review.latency_gates import BaselineGate, LatencyGate
+from rankopt.review.quality_gate import QualityGate
+from rankopt.review.schema import Report, Verdict
 
 DEFAULT_NE_MARGIN: Final = 0.001
 ENTRY_POINT_GROUP: Final = "rankopt.gates"
-
-
-class QualityGate(RootModel[Annotated[dict[str, Margin], Field(min_length=1)]], Gate):
-    """Hold quality metrics within a margin of the control: non-inferiority, in each direction.
-
-    A metric holds for every output of the model; `click.ne` names that of one output.
-
-    Example:
-        ```yaml
-        quality: {ne: 0.1%, auc: 0.001}
-        ```
-    """
-
-    # A RootModel is its own mapping: it has no keys of its own to refuse.
-    model_config = ConfigDict(frozen=True, extra=None)
-
-    def margins(self) -> dict[str, float]:
-        """Return the margin of each metric, in the unit of its delta."""
-        return dict(self.root)
-
-    def check(self, path: str, scope: Scope) -> list[Problem]:
-        return [
-            Problem(
-                f"{scope.where}: {path}.{name}",
-                "is not a quality metric",
-                hint=nearest(wording.split_metric(name)[1], METRICS),
-            )
-            for name in self.root
-            if wording.split_metric(name)[1] not in METRICS
-        ]
-
-    def judge(self, path: str, draft: Report) -> list[Finding]:
-        findings = []
-        for name, margin in self.root.items():
-            keys = [key for key in draft.quality if name in (key, wording.split_metric(key)[1])]
-            findings += [
-                self._judge_metric(f"{path}.{key}", key, margin, draft) for key in keys
-            ] or [
-                Finding(
-                    f"{path}.{name}",
-                    "inconclusive",
-                    f"{wording.metric_title(name)} was not measured, and its margin is "
-                    f"{wording.delta(name, margin, signed=False)}.",
-                )
-            ]
-        return findings
-
-    def _judge_metric(self, gate: str, key: str, margin: float, draft: Report) -> Finding:
-        parity = draft.quality[key]
-        verdict = worst([parity.verdict, _non_inferior(key, parity, margin)])
-        limit = wording.delta(key, margin, signed=False)
-        shown = wording.delta_interval(key, parity)
-        rows = wording.rows_of(parity, draft.statistics_unit)
-        title = wording.metric_title(key)
-        row = ("quality", key)
-        if parity.delta is None or shown is None:
-            why = parity.reason or "no interval could be computed"
-            state = "fails" if verdict == "fail" else "is undecided"
-            return Finding(gate, verdict, f"{title} {state} on {rows}: {why}.", row)
-        words = relation(verdict, met="within the margin of", missed="beyond the margin of")
-        text = (
-            f"{title} changed by {wording.delta(key, parity.delta)} ({shown}), {words} {limit} "
-            f"({parity.direction} is better), on {rows}"
-        )
-        if verdict == "inconclusive" and parity.rows_to_decide:
-            text += f"; about {wording.count(parity.rows_to_decide, 'row')} would decide it"
-        return Finding(gate, verdict, f"{text}.", row)
-
-
-def _non_inferior(key: str, parity: MetricParity, margin: float) -> Verdict:
-    # A metric arrives judged, perhaps by another margin than the recipe's: it is judged again here,
-    # and neither answer can soften the other.
-    if parity.num_rows <= 0 or parity.delta is None:
-        return "inconclusive"
-    metric = METRICS.get(wording.split_metric(key)[1])
-    if metric is not None and metric.target is not None:
-        # Nearer to a target is better on either side, which the interval of delta alone does not
-        # tell: only the answer by this margin, or by a tighter one, counts.
-        judged = parity.margin is not None and parity.margin <= margin
-        return parity.verdict if judged else "inconclusive"
-    if parity.direction == "lower":
-        return at_most(parity.ci_low, parity.ci_high, margin)
-    return at_least(parity.ci_low, parity.ci_high, -margin)
-
-
-class LatencyGate(Gate):
-    """Ask for a speed-up over the control, or for a p99, at one batch size.
-
-    Example:
-        ```yaml
-        latency:
-          - {batch_size: 1, min_speedup: 3.0}
-          - {batch_size: 512, min_speedup: 1.5, max_candidate_p99_ns: 20_000_000}
-        ```
-    """
-
-    many = True
-
-    batch_size: Count
-    min_speedup: Ratio | None = None
-    max_candidate_p99_ns: Count | None = None
-
-    @model_validator(mode="after")
-    def _asks_for_something(self) -> LatencyGate:
-        if self.min_speedup is None and self.max_candidate_p99_ns is None:
-            raise ValueError("needs min_speedup or max_candidate_p99_ns")
-        return self
-
-    def check(self, path: str, scope: Scope) -> list[Problem]:
-        return scope.batch_size_problems(path, self.batch_size)
-
-    def judge(self, path: str, draft: Report) -> list[Finding]:
-        place = f"latency[batch_size={self.batch_size}]"
-        findings = []
-        rows = [(i, r) for i, r in enumerate(draft.latency) if r.batch_size == self.batch_size]
-        for index, row in rows:
-            target = ("latency", index)
-            if self.min_speedup is not None:
-                verdict, reason = _judge_speedup("the control", row, self.min_speedup)
-                findings.append(Finding(f"{place}.min_speedup", verdict, reason, target))
-            if self.max_candidate_p99_ns is not None:
-                verdict, reason = _judge_p99(row, self.max_candidate_p99_ns)
-                findings.append(Finding(f"{place}.max_candidate_p99_ns", verdict, reason, target))
-        return findings or [
-            Finding(place, "inconclusive", f"Batch {self.batch_size} was not measured.")
-        ]
-
-
-def _judge_speedup(rival: str, row: LatencyRow | BaselineRow, limit: float) -> tuple[Verdict, str]:
-    samples = wording.count(row.num_samples, "timed call")
-    shown = wording.ratio_interval(row.ci_low, row.ci_high)
-    if row.speedup is None or shown is None:
-        return "inconclusive", (
-            f"At batch {row.batch_size} the speed-up over {rival} has no interval, from {samples} "
-            f"of each arm; the limit is {wording.ratio(limit)}."
-        )
-    verdict = at_least(row.ci_low, row.ci_high, limit)
-    joined = relation(verdict, met="at or above the limit of", missed="below the limit of")
-    return verdict, (
-        f"At batch {row.batch_size} the candidate is {wording.ratio(row.speedup)} as fast as "
-        f"{rival} ({shown}), {joined} {wording.ratio(limit)}, from {samples} of each arm."
-    )
-
-
-def _judge_p99(row: LatencyRow, limit_ns: float) -> tuple[Verdict, str]:
-    samples = wording.count(row.num_samples, "timed call")
-    words = f"At batch {row.batch_size} the candidate's p99"
-    limit = wording.duration(limit_ns)
-    low, high = row.candidate_p99_low_ns, row.candidate_p99_high_ns
-    if row.candidate_p99_ns is None or low is None or high is None:
-        return "inconclusive", (
-            f"{words} is not known with an interval: {samples} do not support it; "
-            f"the limit is {limit}."
-        )
-    verdict = at_most(low, high, limit_ns)
-    joined = relation(verdict, met="at or below the limit of", missed="above the limit of")
-    shown = wording.interval(wording.duration(low), wording.duration(high))
-    return verdict, (
-        f"{words} is {wording.duration(row.candidate_p99_ns)} ({shown}), {joined} {limit}, "
-        f"from {samples}."
-    )
-
-
-class BaselineGate(Gate):
-    """Ask that the candidate also beats a further arm of the same interleaved run.
-
-    Example:
-        ```yaml
-        baselines: [{arm: aoti-fp32, batch_size: 1, min_speedup: 1.0}]
-        ```
-    """
-
-    many = True
-
-    arm: str
-    batch_size: Count
-    min_speedup: Ratio = 1.0
-
-    def check(self, path: str, scope: Scope) -> list[Problem]:
-        problems = scope.batch_size_problems(path, self.batch_size)
-        if self.arm not in scope.baseline_arms:
-            problems.append(
-                Problem(
-                    f"{scope.where}: {path}.arm",
-                    "must be a baseline arm of the plan",
-                    self.arm,
-                    nearest(self.arm, scope.baseline_arms),
-                )
-            )
-        return problems
-
-    def judge(self, path: str, draft: Report) -> list[Finding]:
-        place = f"baselines[arm={self.arm}, batch_size={self.batch_size}].min_speedup"
-        findings = []
-        for index, row in enumerate(draft.baselines):
-            if (row.arm, row.batch_size) == (self.arm, self.batch_size):
-                verdict, reason = _judge_speedup(self.arm, row, self.min_speedup)
-                findings.append(Finding(place, verdict, reason, ("baselines", index)))
-        text = f"The baseline {self.arm} was not measured at batch {self.batch_size}."
-        return findings or [Finding(place, "inconclusive", text)]
 
 
 class SizeGate(Gate):

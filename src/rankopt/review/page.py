@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankopt.quality.registry import find_metric
 from rankopt.review import wording
 from rankopt.review.schema import Cost, LatencyRow, PassRecord, Report, Size, Verdict
 
@@ -24,13 +25,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table; a value that has an interval carries it along."""
+    """One cell of a table; a value has its interval, or why it has none, along with it."""
 
     value: str
     interval: str | None = None
+    reason: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.value} ({self.interval})" if self.interval else self.value
+        beside = self.interval or self.reason
+        return f"{self.value} ({beside})" if beside else self.value
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,14 @@ class Row:
     cells: tuple[Cell, ...]
     verdict: Verdict | None = None
     note: str | None = None
+
+
+@dataclass(frozen=True)
+class QualityTable:
+    """The metrics of one output; None where the model has just one."""
+
+    output: str | None
+    rows: list[Row]
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Page:
     title: str
     headline: str
     tiles: list[Tile]
-    quality: list[Row]
+    quality: list[QualityTable]
     latency: list[Row]
     baselines: list[Row]
     passes: list[PassRow]
@@ -70,6 +81,9 @@ class Page:
     data: list[tuple[str, str]]
     environment: list[tuple[str, str]]
 
+
+MAX_QUALITY_TILES = 3
+"""The first gated metric of each output, up to so many."""
 
 QUALITY_HEADINGS = (
     "Metric", "Control", "Candidate", "Change (95 % interval)", "Margin", "Better", "Judged on",
@@ -132,7 +146,8 @@ def _headline(report: Report) -> str:
 
 def _tiles(report: Report) -> list[Tile]:
     tiles = []
-    for key in (_gated(report) or list(report.quality))[:1]:
+    per_output = wording.by_output(_gated(report) or report.quality)
+    for key in [keys[0] for keys in per_output.values()][:MAX_QUALITY_TILES]:
         parity = report.quality[key]
         note = wording.delta_interval(key, parity) or parity.reason or wording.MISSING
         title = f"{wording.metric_title(key)}, change"
@@ -176,24 +191,32 @@ def _duration(value_ns: float | None, low_ns: float | None, high_ns: float | Non
     return Cell(wording.duration(value_ns), ends)
 
 
-def _quality(report: Report) -> list[Row]:
-    rows = []
-    gated = _gated(report)
-    for key, parity in report.quality.items():
-        shown = _bare(wording.delta_interval(key, parity))
-        cells = _cells(
-            wording.metric_title(key),
-            wording.level(parity.control),
-            wording.level(parity.candidate),
-            Cell(wording.delta(key, parity.delta), shown or parity.reason or "no interval"),
-            wording.delta(key, parity.margin, signed=False) if parity.margin else "none",
-            parity.direction,
-            wording.rows_of(parity, report.statistics_unit),
-        )
-        # A metric without a gate does not enter the verdict, but a bad one is not hidden either.
-        note = None if key in gated else "not gated"
-        rows.append(Row(cells, parity.verdict if parity.margin else None, note))
-    return rows
+def _quality(report: Report) -> list[QualityTable]:
+    return [
+        QualityTable(output, [_metric(report, key) for key in keys])
+        for output, keys in wording.by_output(report.quality).items()
+    ]
+
+
+def _metric(report: Report, key: str) -> Row:
+    parity = report.quality[key]
+    shown = _bare(wording.delta_interval(key, parity))
+    why = None if shown else parity.reason or "no interval"
+    cells = _cells(
+        wording.metric_title(wording.split_metric(key)[1]),
+        wording.level(parity.control),
+        wording.level(parity.candidate),
+        Cell(wording.delta(key, parity.delta), shown, why),
+        wording.delta(key, parity.margin, signed=False) if parity.margin else "none",
+        parity.direction,
+        Cell(
+            wording.count(parity.num_rows, "row"),
+            wording.clusters_of(parity, report.statistics_unit),
+        ),
+    )
+    # A metric without a gate does not enter the verdict, but a bad one is not hidden either.
+    note = None if key in _gated(report) else "not gated"
+    return Row(cells, parity.verdict if parity.margin else None, note)
 
 
 def _gated(report: Report) -> list[str]:
@@ -314,7 +337,39 @@ def _limits(report: Report) -> list[str]:
             f"Cost is {cost.load_model} at batch {cost.batch_size}: a machine kept busy at "
             f"{wording.usd(cost.price_per_hour)} an hour."
         )
-    loose = [wording.metric_title(key) for key in report.quality if key not in _gated(report)]
+    return [*limits, *_quality_limits(report)]
+
+
+def _quality_limits(report: Report) -> list[str]:
+    limits = []
+    if report.quality and not any(map(_needs_groups, report.quality)):
+        why = "every group of the request_key is a single row"
+        if report.statistics_unit == "row":
+            why = "the card names no request_key"
+        limits.append(f"GAUC, NDCG and hit rate are left out: {why}, so no rows share a ranking.")
+    total = report.data.get("num_rows")
+    for output, keys in wording.by_output(report.quality).items():
+        judged = max(report.quality[key].num_rows for key in keys)
+        if isinstance(total, int) and judged < total:
+            limits.append(
+                f"{output or 'The output'} has a label on {judged:,} of {total:,} rows, and is "
+                "judged on those alone."
+            )
+    loose: dict[str, list[str]] = {}
+    for key in report.quality:
+        output, metric = wording.split_metric(key)
+        if key not in _gated(report):
+            loose.setdefault(wording.metric_title(metric), []).append(output or "")
+    num_outputs = len(wording.by_output(report.quality))
     if loose:
-        limits.append(f"Shown but not gated: {', '.join(loose)}.")
+        shown = [
+            title if len(outputs) == num_outputs else f"{title} ({', '.join(outputs)})"
+            for title, outputs in loose.items()
+        ]
+        limits.append(f"Shown but not gated: {', '.join(shown)}.")
     return limits
+
+
+def _needs_groups(key: str) -> bool:
+    metric = find_metric(wording.split_metric(key)[1])
+    return metric is not None and metric.grouping is not None

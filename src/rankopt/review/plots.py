@@ -22,6 +22,9 @@ BASELINE_COLOURS = ("#d98a1f", "#a0609e", "#2a9d8f", "#8c6d46")
 _BASELINE_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
 _MARKERS = {"pass": "circle", "fail": "x", "inconclusive": "diamond-open"}
 
+WIDEST_IN_MARGINS = 5.0
+"""How far from no change an interval may stretch the axis; a value itself always shows."""
+
 Trace = dict[str, Any]
 
 
@@ -39,7 +42,10 @@ class Figure:
 def figures(report: Report) -> dict[str, list[Figure]]:
     """Draw what the report can fill, by the section it stands in."""
     drawn = {
-        "quality": [_forest(report)],
+        "quality": [
+            _forest(report, output, keys)
+            for output, keys in wording.by_output(report.quality).items()
+        ],
         "latency": [_speedup(report), _latency(report)],
         "predictions": [
             figure
@@ -53,17 +59,19 @@ def figures(report: Report) -> dict[str, list[Figure]]:
     }
 
 
-def _forest(report: Report) -> Figure | None:
+def _forest(report: Report, output: str | None, keys: Sequence[str]) -> Figure | None:
     # Metrics have different units; in margins they share one axis and one limit line.
     names, values, low, high, symbols, texts = [], [], [], [], [], []
-    for key, parity in reversed(report.quality.items()):
+    for key in reversed(keys):
+        parity = report.quality[key]
         shown = wording.delta_interval(key, parity)
         if not parity.margin or parity.delta is None or shown is None:
             continue
         sign = (1 if parity.direction == "lower" else -1) / parity.margin
         ends = sorted((sign * (parity.ci_low or 0.0), sign * (parity.ci_high or 0.0)))
         harm = sign * parity.delta
-        names.append(f"{escape(wording.metric_title(key))}<br>{parity.verdict}")
+        title = wording.metric_title(wording.split_metric(key)[1])
+        names.append(f"{escape(title)}<br>{parity.verdict}")
         values.append(harm)
         low.append(harm - ends[0])
         high.append(ends[1] - harm)
@@ -84,16 +92,36 @@ def _forest(report: Report) -> Figure | None:
     }
     layout = {
         "height": 130 + 58 * len(names),
-        "xaxis": {"title": {"text": "harm, in margins (left is better)"}, "zeroline": False},
+        "xaxis": {
+            "title": {"text": "harm, in margins (left is better)"},
+            "zeroline": False,
+            "range": _forest_range(values, low, high),
+        },
         "yaxis": {"automargin": True},
         "shapes": [_vertical(0, "dot"), _vertical(1, "solid")],
-        "annotations": [_top_label(0, "no change"), _top_label(1, "margin")],
+        "annotations": [_top_label(0, "no change", "right"), _top_label(1, "margin", "left")],
     }
     caption = (
         "Each metric's change with its 95 % interval, divided by its margin and turned so that "
-        "right is worse. A metric passes when the whole interval lies left of the margin line."
+        "right is worse. A metric passes when the whole interval lies left of the margin line. An "
+        "interval that runs off an edge goes on; its ends stand in the table."
     )
-    return Figure("forest", "Change of quality against its margin", caption, [trace], layout)
+    title = "Change of quality against its margin" + (f": {output}" if output else "")
+    # An element id: the position of the output, since its name may hold any character.
+    place = list(wording.by_output(report.quality)).index(output)
+    return Figure(f"forest-{place}", title, caption, [trace], layout)
+
+
+def _forest_range(
+    values: Sequence[float], below: Sequence[float], above: Sequence[float]
+) -> list[float]:
+    # One interval of many margins, as few groups give, would press all others into one point.
+    ends = [value - size for value, size in zip(values, below, strict=True)]
+    low = min(*values, max(min(ends), -WIDEST_IN_MARGINS), -1.0)
+    ends = [value + size for value, size in zip(values, above, strict=True)]
+    high = max(*values, min(max(ends), WIDEST_IN_MARGINS), 2.0)
+    room = 0.05 * (high - low)
+    return [low - room, high + room]
 
 
 def _speedup(report: Report) -> Figure | None:
@@ -319,9 +347,10 @@ def _horizontal(y: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _top_label(x: float, text: str) -> dict[str, Any]:
+def _top_label(x: float, text: str, anchor: str) -> dict[str, Any]:
     return {
         "x": x, "y": 1, "yref": "paper", "yanchor": "bottom", "text": text, "showarrow": False,
+        "xanchor": anchor,
     }  # fmt: skip
 
 

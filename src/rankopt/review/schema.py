@@ -44,10 +44,11 @@ class MetricParity(_Frozen):
     direction: Literal["higher", "lower"]
     num_rows: int
     num_clusters: int
+    """A metric of groups counts the groups that have a value, and their rows."""
     verdict: Verdict
     reason: str | None = None
     rows_to_decide: int | None = None
-    """About how many rows would settle an inconclusive metric."""
+    """About how many rows, counted as in `num_rows`, would settle an inconclusive metric."""
 
 
 class PredictionChange(_Frozen):
@@ -182,6 +183,11 @@ class Report(_Frozen):
     size: Size
     cost: Cost
     passes: list[PassRecord]
+    capture: tuple[str, ...] = ()
+    """How the model became a graph: what was left eager, which branches were assumed, what was
+    rewritten. Empty when it was exported as it is."""
+    outputs: tuple[str, ...] = ()
+    """Names of the card's outputs. With several, `quality` has `output.metric` for each."""
     prediction_change: dict[str, PredictionChange] = Field(default_factory=dict)
     calibration_curve: dict[str, dict[str, list[CalibrationPoint]]] = Field(default_factory=dict)
     """Output name -> arm -> bins."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rankopt.quality.metrics import METRICS
+from collections.abc import Iterable
+
+from rankopt.quality.registry import find_metric
 from rankopt.review.schema import MetricParity
 from rankopt.units import format_bytes, format_duration
 
@@ -15,10 +17,19 @@ def split_metric(key: str) -> tuple[str | None, str]:
     return output or None, metric
 
 
+def by_output(keys: Iterable[str]) -> dict[str | None, list[str]]:
+    """Put the metrics of a report by the output they are of, in the order given."""
+    groups: dict[str | None, list[str]] = {}
+    for key in keys:
+        groups.setdefault(split_metric(key)[0], []).append(key)
+    return groups
+
+
 def metric_title(key: str) -> str:
     """Name a metric for a reader: `click.ne` reads `Normalized entropy (click)`."""
     output, metric = split_metric(key)
-    title = METRICS[metric].title if metric in METRICS else metric
+    known = find_metric(metric)
+    title = known.title if known else metric
     title = title[:1].upper() + title[1:]
     return f"{title} ({output})" if output else title
 
@@ -28,7 +39,7 @@ def delta(key: str, value: float | None, *, signed: bool = True) -> str:
     if value is None:
         return MISSING
     sign = "+" if signed else ""
-    metric = METRICS.get(split_metric(key)[1])
+    metric = find_metric(split_metric(key)[1])
     if metric and metric.delta == "relative":
         return f"{value * 100:{sign}.3f} %"
     return f"{value:{sign}.5f}"
@@ -92,7 +103,10 @@ def size(value_bytes: float | None) -> str:
 
 def rows_of(parity: MetricParity, unit: str) -> str:
     """Write on how many rows a metric was judged, and what counts as independent."""
-    rows = count(parity.num_rows, "row")
-    if unit == "row":
-        return rows
-    return f"{rows} in {count(parity.num_clusters, 'cluster')} by {unit}"
+    rows, clusters = count(parity.num_rows, "row"), clusters_of(parity, unit)
+    return rows if clusters is None else f"{rows} in {clusters}"
+
+
+def clusters_of(parity: MetricParity, unit: str) -> str | None:
+    """Write how many independent units a metric was judged on; None where each row is one."""
+    return None if unit == "row" else f"{count(parity.num_clusters, 'cluster')} by {unit}"
