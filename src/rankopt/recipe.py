@@ -97,10 +97,33 @@ class Recipe(BaseModel):
             )
         return problems
 
+    def at_least(self, rows: int) -> Recipe:
+        """Return the recipe with batch sizes below `rows`, those of its gates too, raised to it."""
+        sizes = tuple(dict.fromkeys(max(size, rows) for size in self.batch_sizes))
+        return self.model_copy(
+            update={"batch_sizes": sizes, "gates": gates_at_least(self.gates, rows)}
+        )
+
     @property
     def is_training(self) -> bool:
         """True when every pass is a training pass (`train_*`)."""
         return all(step.kind.startswith("train_") for step in self.passes)
+
+
+def gates_at_least(gates: Gates, rows: int) -> Gates:
+    """Return gates whose batch sizes below `rows` are raised to it."""
+    changes = {}
+    for name in type(gates).model_fields:
+        value = getattr(gates, name)
+        if isinstance(value, tuple):
+            lifted = [
+                gate.model_copy(update={"batch_size": max(gate.batch_size, rows)})
+                if hasattr(gate, "batch_size")
+                else gate
+                for gate in value
+            ]
+            changes[name] = tuple(dict.fromkeys(lifted))
+    return gates.model_copy(update=changes)
 
 
 def _order(missing: list[str]) -> str:

@@ -91,6 +91,10 @@ class BenchPlan(BaseModel):
             raise ValueError("; ".join(found))
         return self
 
+    def at_least(self, rows: int) -> BenchPlan:
+        """Return the plan with batch sizes below `rows` raised to it."""
+        return self.model_copy(update={"batch_sizes": raised(self.batch_sizes, rows)})
+
     def num_calls(self, call_ns: Iterable[float]) -> int:
         """Choose the calls of a block, one number for all arms, so that all see the same rows.
 
@@ -101,6 +105,11 @@ class BenchPlan(BaseModel):
         wanted = math.ceil(self.block_duration_ns / max(min(durations), 1))
         bearable = math.floor(self.max_block_duration_ns / max(*durations, 1))
         return max(self.calls_per_block, min(wanted, bearable))
+
+
+def raised(batch_sizes: Iterable[int], least: int) -> tuple[int, ...]:
+    """Raise batch sizes below `least` to it, each size once."""
+    return tuple(dict.fromkeys(max(size, least) for size in batch_sizes))
 
 
 def load_plan(path: str | Path) -> BenchPlan:

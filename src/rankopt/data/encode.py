@@ -163,7 +163,8 @@ def _refuse_one_class(rows: Rows, source_name: str) -> None:
             what = f"must hold both 0 and 1; all {rows.num_rows} labels are {int(label[0])}"
             hint = "Neither AUC nor NE exists for one class: give rows of both."
             problems.append(Problem(where, what, hint=hint))
-    if problems:
+    # One task of several may be too rare for these rows: its gates are then inconclusive.
+    if problems and len(problems) == len(rows.labels):
         raise DataError(problems=problems)
 
 
@@ -225,12 +226,13 @@ class _Reader:
             values = self._ids(name, column.num_ids)
         else:
             ids, counts, _ = self.bag(name, column.num_ids, column.length, None)
-            lengths = torch.from_numpy(counts)
+            lengths = torch.tensor(counts)
             places = pad(
-                torch.from_numpy(ids), lengths, column.length, column.padding_id, column.pad_side
+                torch.tensor(ids), lengths, column.length, column.padding_id, column.pad_side
             )
             return places.float(), lengths
-        return torch.from_numpy(values)[:, None].float(), torch.ones(len(values), dtype=torch.int64)
+        place = torch.from_numpy(values.astype(np.float32))[:, None]
+        return place, torch.ones(len(values), dtype=torch.int64)
 
     def _reals(self, column: str, fill: float | None, owner: str) -> npt.NDArray[np.float32]:
         out = np.zeros(self._batch.num_rows, dtype=np.float32)

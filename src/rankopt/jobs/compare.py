@@ -20,7 +20,7 @@ from rankopt.jobs.decisions import read_passes
 from rankopt.jobs.inputs import Progress, eager_arm, quiet
 from rankopt.models.card import ModelCard, load_card
 from rankopt.output import staged_output
-from rankopt.recipe import Recipe
+from rankopt.recipe import Recipe, gates_at_least
 from rankopt.review.draft import Subject, draft_report
 from rankopt.review.gate import Scope
 from rankopt.review.gates import Gates
@@ -119,12 +119,14 @@ class Comparison:
         self.control = control
         self.checkpoint = checkpoint
         self.control_manifest = _artifact_manifest(control)
-        self.plan = plan if isinstance(plan, BenchPlan) else load_plan(plan)
         self.baselines = {label: Path(folder) for label, folder in baselines.items()}
         self.price_per_hour = price_per_hour
         self.card = self._card()
+        chosen = plan if isinstance(plan, BenchPlan) else load_plan(plan)
+        self.plan = chosen.at_least(self.card.min_batch)
         self.recipe, self.passes = self._passes()
-        self.gates = gates or (self.recipe.gates if self.recipe else Gates())
+        given = gates or (self.recipe.gates if self.recipe else Gates())
+        self.gates = gates_at_least(given, self.card.min_batch)
         self._check_gates()
 
     def _card(self) -> ModelCard:
@@ -143,6 +145,7 @@ class Comparison:
             where=self.recipe.name if self.recipe else "gates",
             batch_sizes=self.plan.batch_sizes,
             baseline_arms=tuple(self.baselines),
+            outputs=tuple(output.name for output in self.card.outputs),
             price_given=self.price_per_hour is not None,
         )
         problems = self.gates.check(scope)

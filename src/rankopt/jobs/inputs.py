@@ -44,6 +44,7 @@ def check_inputs(
     """
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     card = card if isinstance(card, ModelCard) else load_card(card)
+    recipe = recipe.at_least(card.min_batch)
     environment = collect_environment()
     if recipe.is_training:
         raise RecipeError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rankopt.artifact.manifest import PASSES
 from rankopt.bundle import build_bundle
+from rankopt.capture.preflight import check_module
 from rankopt.data.encode import load_rows
 from rankopt.data.rows import Rows
 from rankopt.data.splits import Splits, open_splits
@@ -118,8 +119,11 @@ def optimize_into(
         built = build_model(card, checkpoint)
         for note in built.notes:
             progress(note)
-        progress("exporting the model")
+        progress("checking the card against the model")
         sample = tuning.slice(0, DRIFT_ROWS).features
+        for note in check_module(card, built.module, sample):
+            progress(note)
+        progress("exporting the model")
         bundle = build_bundle(card, built.module, sample)
         bench = TrialBench(
             export=next(step for step in recipe.passes if step.purpose == "artifact"),

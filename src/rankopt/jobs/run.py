@@ -14,7 +14,7 @@ from rankopt.errors import ArtifactError
 from rankopt.jobs.compare import Comparison
 from rankopt.jobs.inputs import Progress, check_inputs, quiet
 from rankopt.jobs.optimize import optimize_into
-from rankopt.models.card import ModelCard
+from rankopt.models.card import ModelCard, load_card
 from rankopt.output import staged_output
 from rankopt.recipe import Recipe
 from rankopt.review.gate import Scope
@@ -51,12 +51,14 @@ def run(
     The arm `aoti-fp32`, the model through the export pass alone, is timed beside.
     Arguments and errors: see `optimize` and `compare`.
     """
-    plan = plan if isinstance(plan, BenchPlan) else load_plan(plan)
+    card = card if isinstance(card, ModelCard) else load_card(card)
+    plan = (plan if isinstance(plan, BenchPlan) else load_plan(plan)).at_least(card.min_batch)
     if num_threads is not None:
         plan = plan.model_copy(update={"num_threads": num_threads})
     scope = Scope(
         batch_sizes=plan.batch_sizes,
         baseline_arms=(BASELINE,),
+        outputs=tuple(output.name for output in card.outputs),
         price_given=price_per_hour is not None,
     )
     recipe, card, environment = check_inputs(recipe, card, scope)

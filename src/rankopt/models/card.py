@@ -101,6 +101,9 @@ class ModelCard(Strict):
     call: Literal["keywords", "positional", "dict", "list"] = "keywords"
     """`forward(**inputs)`, `forward(a, b)`, `forward({name: a})` or `forward([a, b])`."""
     outputs: tuple[Output, ...] = Field(min_length=1)
+    min_batch: int = Field(default=1, ge=1)
+    """Fewest rows that the module's own code can score: 2 where it squeezes the batch away. The
+    control is then never asked for fewer, and batch sizes of recipes and plans are raised to it."""
     checkpoint: str | None = None
     """Relative to the card; `--checkpoint` overrides it."""
     data: DataSpec = Field(default_factory=DataSpec)
