@@ -3,6 +3,7 @@
 #   make demo      real data, a trained checkpoint, a recipe, an A/B on Ray, a report
 #   make test      the whole test suite, with coverage
 #   make results   serve-int8 on every reference model, for README's table (half an hour, quiet machine)
+#   make compat    the third-party models through one recipe, for docs/compatibility.md (90 minutes)
 #   make lint      ruff and mypy
 #   make format    ruff, writing
 #   make lock      hashes of every pin in locks/*.in, after one was changed
@@ -23,7 +24,7 @@ DEMO_RECIPE ?= recipes/launch-int8.yaml
 DEMO_OUT ?= runs/demo
 COVERAGE ?= 85
 
-.PHONY: help setup demo test results lint format lock doctor clean
+.PHONY: help setup demo test results compat lint format lock doctor clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,6 +46,9 @@ test: $(INSTALLED)
 
 results: $(INSTALLED)
 	@$(BIN)/python scripts/results.py measure $(ARGS)
+
+compat: $(INSTALLED)
+	@$(BIN)/python scripts/compat.py measure $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

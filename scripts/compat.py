@@ -1,0 +1,160 @@
+"""Put every third-party model of benchmarks/compat.yaml through one recipe, and write the table.
+
+    python scripts/compat.py measure    train, optimise, compare, write the result (make compat)
+    python scripts/compat.py table      write the table of docs/compatibility.md from the result
+    python scripts/compat.py check      exit 1 when that table is not that of the result file
+
+Rows are written one by one: a run that was stopped goes on with `measure --missing`. Nothing else
+should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from compat.suite import Entry, checkpoint, entries, measure, recipe  # noqa: E402
+from rankopt.environment import collect_environment  # noqa: E402
+
+RESULT = ROOT / "benchmarks" / "results" / "compat.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+START, END = "<!-- results:start -->", "<!-- results:end -->"
+COMMAND = "make compat"
+
+
+def measure_all(chosen: list[Entry], work: Path, missing_only: bool) -> None:
+    """Train what is not trained yet, then measure class after class."""
+    rows = {(row["library"], row["model"]): row for row in _read()["rows"]}
+    todo = [e for e in chosen if not (missing_only and (e.library, e.model) in rows)]
+    for number, entry in enumerate(todo, 1):
+        print(f"[{number}/{len(todo)}] training {entry.name}", flush=True)
+        checkpoint(entry)
+    for number, entry in enumerate(todo, 1):
+        print(f"[{number}/{len(todo)}] {entry.name}", flush=True)
+        out = work / entry.library / entry.model
+        row = measure(entry, out)
+        # An artifact is a few MiB of compiled code; forty-five of them are not worth keeping.
+        shutil.rmtree(out / "baseline", ignore_errors=True)
+        rows[entry.library, entry.model] = row
+        print(f"  {row['error'] or row['verdict']}", flush=True)
+        _write([rows[e.library, e.model] for e in entries() if (e.library, e.model) in rows])
+    write_table()
+
+
+def _write(rows: list[dict[str, Any]]) -> None:
+    content = {
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": collect_environment().model_dump(mode="json", exclude={"compiler"}),
+        "command": COMMAND,
+        "recipe": recipe().name,
+        "rows": rows,
+    }
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _read() -> dict[str, Any]:
+    if not RESULT.exists():
+        return {"rows": []}
+    content: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    return content
+
+
+def table() -> str:
+    """Write the result file as the Markdown that stands in the documentation."""
+    content = _read()
+    rows = content["rows"]
+    passing = sum(row["passing"] for row in rows)
+    environment = content["environment"]
+    lines = [
+        f"`{content['command']}`, {content['made_at'][:10]}, recipe `{content['recipe']}`: "
+        f"{passing} of {len(rows)} pass. {environment['num_usable_cores']} cores of "
+        f"{environment['cpu_model']}, torch {environment['libraries']['torch']}.",
+        "",
+        "| library | model | verdict | passes kept | batch 1 | batch 512 | weights | NE change "
+        "| card |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(_table_row(row) for row in rows)])
+
+
+def _table_row(row: dict[str, Any]) -> str:
+    name = f"{row['library']} {row['version']} | {row['model']}"
+    if not row["exported"]:
+        reason = row["error"].splitlines()[0].replace("|", "/")
+        return f"| {name} | not exported: {reason} | | | | | | {row['card_lines']} lines |"
+    kept = [kind for kind in row["kept_passes"] if kind != "export_aoti"]
+    cells = [name, row["verdict"], ", ".join(kept) or "none"]
+    cells += [_speedup(line, row["small_batch"]) for line in row["latency"]]
+    cells.append(f"{row['size_ratio']:.2f}x smaller")
+    cells.append(_quality(row["quality"]))
+    return "| " + " | ".join([*cells, f"{row['card_lines']} lines"]) + " |"
+
+
+def _speedup(line: dict[str, Any], small: int) -> str:
+    shown = f"{line['speedup']:.2f} [{line['ci_low']:.2f}, {line['ci_high']:.2f}]"
+    return f"{shown} at {small}" if line["batch_size"] == small > 1 else shown
+
+
+def _quality(quality: dict[str, Any]) -> str:
+    shown = []
+    for name, ne in quality.items():
+        if name.rpartition(".")[2] == "ne":
+            task = name.rpartition(".")[0]
+            text = f"{ne['delta']:+.3%} [{ne['ci_low']:+.3%}, {ne['ci_high']:+.3%}]"
+            shown.append(f"{task} {text}".strip())
+    return "; ".join(shown)
+
+
+def _page_with_table() -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{table()}\n{END}{after}"
+
+
+def write_table() -> None:
+    """Put the table into the documentation, between its markers."""
+    PAGE.write_text(_page_with_table(), encoding="utf-8")
+
+
+def check() -> int:
+    """Tell whether the table is that of the result file."""
+    if PAGE.read_text(encoding="utf-8") == _page_with_table():
+        return 0
+    print(f"{PAGE.name} is not that of the result file; run: python scripts/compat.py table")
+    return 1
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("action", choices=("measure", "table", "check"))
+    parser.add_argument("--models", nargs="+", metavar="LIBRARY-MODEL", help="all when not given")
+    parser.add_argument("--missing", action="store_true", help="only what has no row yet")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "compat")
+    given = parser.parse_args()
+    known = {entry.name: entry for entry in entries()}
+    unknown = sorted(set(given.models or ()) - set(known))
+    if unknown:
+        parser.error(f"unknown models {unknown}; known: {', '.join(known)}")
+    if given.action == "table":
+        write_table()
+    elif given.action == "check":
+        return check()
+    else:
+        chosen = [known[name] for name in given.models or known]
+        measure_all(chosen, given.work, given.missing)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
