@@ -20,6 +20,7 @@ from rankopt.tables import (
     TableDtype,
     pack_batch,
     pack_rows,
+    range_refusal,
     refusal,
     row_bytes,
     table_weight,
@@ -117,6 +118,28 @@ def test_fbgemm_reads_the_rows_that_we_packed(dtype: TableDtype) -> None:
     )
     expected = read_rows(pack_rows(weight, dtype), 8, dtype)
     np.testing.assert_allclose(found.double().numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (float("nan"), "not all finite"),
+        (float("inf"), "not all finite"),
+        (float("-inf"), "not all finite"),
+        (1e5, "exceeds fp16's range"),
+        (-1e5, "exceeds fp16's range"),
+        (65504.0, None),
+        (-65504.0, None),
+    ],
+)
+def test_the_range_of_a_table_is_that_of_its_worst_value(value: float, words: str | None) -> None:
+    weight = random_table(5, 4)
+    assert range_refusal(weight) is None
+    weight[3, 2] = value
+    reason = range_refusal(weight)
+    assert (reason is None) == (words is None)
+    assert words is None or words in str(reason)
+    assert range_refusal(weight[:0]) is None
 
 
 def test_a_batch_keeps_every_table_apart_and_aligned() -> None:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from rankopt.capture.canonical import canonicalise
 from rankopt.capture.export import export_module
+from rankopt.capture.model import capture_model
+from rankopt.capture.parts import EagerPart
 from rankopt.models.card import ModelCard
-from rankopt.models.serving import ServingModule
 from rankopt.tables import TableBatch
 
 
@@ -32,6 +34,8 @@ class ModelBundle:
         batches: table batches in the graph, by the name of the constant that holds their rows.
         inductor_options: compiler options, patched around the compile and nowhere else.
         provided: what passes have established (`fused_embeddings`, `int8_dense`, ...).
+        parts: submodules that stay eager and that the graph calls, by id.
+        capture: what tracing assumed, left out or rewrote, one sentence each.
     """
 
     card: ModelCard
@@ -40,6 +44,8 @@ class ModelBundle:
     batches: Mapping[str, TableBatch] = field(default_factory=dict)
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     provided: frozenset[str] = frozenset()
+    parts: Mapping[str, EagerPart] = field(default_factory=dict)
+    capture: tuple[str, ...] = ()
 
     def run(self, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Run the graph as it stands (not compiled) and name its outputs."""
@@ -62,7 +68,7 @@ class ModelBundle:
     def size_bytes(self) -> int:
         """Bytes of parameters and tables as they will be stored; tied ones count once."""
         seen = {(value.data_ptr(), value.nbytes): value.nbytes for value in self.constants.values()}
-        return sum(seen.values())
+        return sum(seen.values()) + sum(part.size_bytes for part in self.parts.values())
 
     def edit(self, rewrite: Callable[[GraphModule], None], **changes: Any) -> ModelBundle:
         """Rewrite the graph in place on a copy and trace the result again.
@@ -81,7 +87,7 @@ class ModelBundle:
 
 
 def build_bundle(card: ModelCard, model: nn.Module, sample: Mapping[str, Tensor]) -> ModelBundle:
-    """Export a model for serving.
+    """Export a model for serving, its layers and lookups in the forms that the passes know.
 
     Args:
         card: describes the model's inputs and outputs.
@@ -89,10 +95,13 @@ def build_bundle(card: ModelCard, model: nn.Module, sample: Mapping[str, Tensor]
         sample: flat features of real rows.
 
     Raises:
-        ExportError: torch.export refused; the message carries its reason.
+        ExportError: the module cannot be traced; names its line and what usually helps.
     """
-    program = export_module(ServingModule(card, model.eval()), card)
-    return ModelBundle(card=card, program=program, sample=sample)
+    captured = capture_model(card, model)
+    bundle = ModelBundle(card=card, program=captured.program, sample=sample, parts=captured.parts)
+    notes = list(captured.notes)
+    rewritten = bundle.edit(lambda module: notes.extend(canonicalise(module)))
+    return replace(rewritten, capture=tuple(notes))
 
 
 def _drop_unread(graph_module: GraphModule) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from rankopt.artifact.constants import map_constants
 from rankopt.artifact.contract import encode_contract, explain
 from rankopt.artifact.manifest import CONSTANTS, PROGRAM, Manifest, read_manifest
+from rankopt.artifact.parts import load_parts
+from rankopt.capture.parts import EagerPart, forget, take_failure
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, ContractError, Problem
 from rankopt.kernels.build import load_kernels
@@ -39,7 +41,12 @@ class LoadedArtifact:
         self._max_batch = manifest.max_batch
         self._lock = threading.Lock()
         self._constants = map_constants(manifest.constants, folder / CONSTANTS)
-        self._release = weakref.finalize(self, _release_handles, self._pack_for_fbgemm())
+        parts = load_parts(folder, manifest)
+        self._part_handles = [part.handle for part in parts.values()]
+        for name, part in parts.items():
+            self._constants[name] = torch.tensor([part.handle], dtype=torch.int64)
+        packed = self._pack_for_fbgemm()
+        self._release = weakref.finalize(self, _release_handles, packed, list(parts.values()))
         self._loader = _open_program(folder)
         self._load_constants()
         self._fits = torch.ops.rankopt.inputs_fit.default
@@ -55,6 +62,7 @@ class LoadedArtifact:
 
         Raises:
             ContractError: the inputs break the contract; everything wrong is listed.
+            ArtifactError: a part that stays eager raised, or the artifact was closed.
         """
         if not self._release.alive:
             raise ArtifactError(f"{self.folder}: was closed. Load it again.")
@@ -66,13 +74,25 @@ class LoadedArtifact:
         if not fits:
             self._refuse(features)
         with self._lock:
-            scores = self._loader.boxed_run(inputs)
+            try:
+                scores = self._loader.boxed_run(inputs)
+            except RuntimeError as error:
+                self._explain_part(error)
+                raise
         return dict(zip(self._outputs, scores, strict=True))
 
     def close(self) -> None:
         """Free what was packed for this artifact; it cannot score afterwards."""
         with self._lock:
             self._release()
+
+    def _explain_part(self, error: RuntimeError) -> None:
+        """Say what a part raised: compiled code passes on neither its type nor its words."""
+        if not self._part_handles:
+            return
+        said = take_failure(self._part_handles)
+        if said is not None:
+            raise ArtifactError(f"{self.folder}: {said}.") from error
 
     def _load_constants(self) -> None:
         try:
@@ -172,6 +192,7 @@ def _open_program(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:
         ) from error
 
 
-def _release_handles(handles: list[int]) -> None:
+def _release_handles(handles: list[int], parts: list[EagerPart]) -> None:
+    forget(parts)
     for handle in handles:
         torch.ops.rankopt.fbgemm_release(handle)

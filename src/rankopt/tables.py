@@ -9,6 +9,7 @@ Shapes: N rows, D values of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -79,9 +80,13 @@ def refusal(dim: int, dtype: TableDtype) -> str | None:
 
 def range_refusal(weight: Tensor) -> str | None:
     """Say why no narrower type can hold the values of a table; None when one can."""
-    if not bool(torch.isfinite(weight).all()):
+    if not weight.numel():
+        return None
+    # The smallest and the largest tell, NaN among them; no copy of a large table is made.
+    low, high = (float(value) for value in weight.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
         return "its rows are not all finite"
-    if weight.numel() and float(weight.abs().max()) > FP16_MAX:
+    if max(-low, high) > FP16_MAX:
         return "a value exceeds fp16's range, in which a packed row keeps its scale and bias"
     return None
 

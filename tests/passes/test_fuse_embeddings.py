@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from artifact.workshop import bundle_of
-from passes.lookups import Lookups, bag, check_scores, lookups_card, rows, total
+from passes.lookups import Lookups, Score, bag, check_scores, lookups_card, rows, total
 from passes.zoo import (
     BATCHES,
     Applied,
@@ -165,52 +166,87 @@ def test_a_padding_row_that_another_lookup_reads_keeps_its_value(
     check_scores(model, fused.bundle)
 
 
+def half_scaled(m: Any, user: Tensor, n: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
+    """A max_norm table, which a lookup without it reads too: its rows change while scoring."""
+    plain = functional.embedding(user, m.odd.weight)
+    return total(m.odd(v, s)) + total(plain) + total(m.b(user)) + total(m.c(user))
+
+
+def with_maximum(m: Any, user: Tensor, n: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
+    return total(m.odd(v, s)) + total(m.b(user)) + total(m.c(user))
+
+
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("score", "settings", "words"),
     [
-        (lambda: bag(mode="max"), "takes the maximum"),
-        (lambda: bag(mode="mean", padding_idx=3), "leaves out padding_idx"),
-        (lambda: bag(mode="sum", max_norm=0.5), "max_norm"),
+        (with_maximum, {"mode": "max"}, "takes the maximum"),
+        (half_scaled, {"mode": "sum", "max_norm": 0.5}, "max_norm"),
     ],
-    ids=["max", "mean-padding", "max-norm"],
+    ids=["max", "max-norm"],
 )
 def test_a_lookup_that_cannot_be_fused_is_left_alone_with_the_reason(
-    table: Callable[[], nn.Module], words: str
+    score: Score, settings: dict[str, Any], words: str
 ) -> None:
-    model = seeded(
-        lambda: Lookups(
-            lambda m, user, narrow, values, starts, recent: (
-                total(m.odd(values, starts)) + total(m.b(user)) + total(m.c(user))
-            ),
-            odd=table(),
-            b=rows(),
-            c=rows(),
-        )
-    )
+    model = seeded(lambda: Lookups(score, odd=bag(**settings), b=rows(), c=rows()))
     before, fused = fuse(model)
     assert any(note.startswith("odd: left alone") and words in note for note in fused.notes)
     assert num_calls(fused.bundle) == 1
     assert [slot.name for slot in fused.bundle.batches["tables"].slots] == ["b", "c"]
-    check_scores(model, fused.bundle)
     features = features_of(before.card, 7, 0.01)
+    before.run(features)  # the rows that it scales stay scaled
     assert torch.equal(fused.bundle.run(features)["score"], before.run(features)["score"])
+    if score is with_maximum:
+        check_scores(model, fused.bundle)
 
 
-def test_ids_computed_from_another_tables_rows_are_not_fused_with_it() -> None:
-    def score(m: Any, user: Tensor, narrow: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
+def test_a_mean_with_padding_and_a_max_norm_table_are_fused() -> None:
+    model = seeded(
+        lambda: Lookups(
+            with_maximum,
+            odd=bag(mode="mean", padding_idx=3),
+            b=rows(max_norm=0.5),
+            c=rows(max_norm=0.7, norm_type=1.0),
+        )
+    )
+    _, fused = fuse(model)
+    assert fused.notes == []
+    assert num_calls(fused.bundle) == 1
+    check_scores(model, fused.bundle)
+
+
+def chained(m: Any, user: Tensor, n: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
+    first = m.a(user)
+    chosen = (first[:, 0].abs() * 10).long() % 30
+    return total(first) + total(m.b(chosen)) + total(m.c(user)) + total(m.d(chosen))
+
+
+def check_chained(model: nn.Module, bundle: ModelBundle) -> None:
+    eager = EagerModel(bundle.card, model)
+    for batch in BATCHES:  # in float32: the ids are cut from a float
+        features = features_of(bundle.card, batch)
+        torch.testing.assert_close(bundle.run(features), eager(features), rtol=1e-5, atol=1e-5)
+
+
+def test_ids_computed_from_another_tables_rows_are_looked_up_in_a_later_call() -> None:
+    model = seeded(lambda: Lookups(chained, a=rows(), b=rows(), c=rows(), d=rows()))
+    _, fused = fuse(model)
+    assert num_calls(fused.bundle) == 2
+    assert num_plain_lookups(fused.bundle) == 0
+    (batch,) = fused.bundle.batches.values()
+    assert {slot.name for slot in batch.slots} == {"a", "b", "c", "d"}
+    check_chained(model, fused.bundle)
+
+
+def test_a_lone_lookup_behind_another_has_nothing_to_join() -> None:
+    def score(m: Any, user: Tensor, n: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
         first = m.a(user)
-        chosen = (first[:, 0].abs() * 10).long() % 30
-        return total(first) + total(m.b(chosen)) + total(m.c(user))
+        return total(first) + total(m.c(user)) + total(m.b((first[:, 0].abs() * 10).long() % 30))
 
     model = seeded(lambda: Lookups(score, a=rows(), b=rows(), c=rows()))
     _, fused = fuse(model)
-    assert "b: left alone, its ids depend on rows of another table" in fused.notes
+    assert fused.notes == ["b: left alone, a lookup of it has nothing to join"]
     assert [slot.name for slot in fused.bundle.batches["tables"].slots] == ["a", "c"]
-    eager = EagerModel(fused.bundle.card, model)
-    for batch in BATCHES:  # in float32: the ids are cut from a float
-        features = features_of(fused.bundle.card, batch)
-        scores = fused.bundle.run(features)
-        torch.testing.assert_close(scores, eager(features), rtol=1e-5, atol=1e-5)
+    check_chained(model, fused.bundle)
 
 
 def three_ways() -> Lookups:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
 from artifact.workshop import ZOO_DTYPES, bundle_of
 from passes.lookups import Lookups, bag, check_scores, lookups_card, rows, total
@@ -13,7 +14,6 @@ from passes.truth import dequantised, half_step, read_rows
 from passes.zoo import (
     LONGEST,
     SIZES,
-    Applied,
     Mlp,
     Pooled,
     apply_passes,
@@ -25,7 +25,6 @@ from passes.zoo import (
     mlp_card,
     seeded,
 )
-from rankopt.bundle import ModelBundle
 from rankopt.errors import SelectorError
 from rankopt.passes.fuse_embeddings import FuseEmbeddings
 from rankopt.passes.quantize_embeddings import QuantizeEmbeddings
@@ -175,51 +174,106 @@ def test_a_table_of_one_row_stays_as_it_is() -> None:
     assert not any(note.startswith("alone") for note in both.notes)
 
 
-def refused(table: nn.Module) -> tuple[nn.Module, ModelBundle, Applied]:
+def test_a_table_written_while_scoring_keeps_its_float_rows_and_its_scores() -> None:
+    """One lookup scales the rows it reads to max_norm, another reads the table as it stands."""
+
+    def score(m: Lookups, user: Tensor, n: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
+        plain = functional.embedding(user, m.odd.weight)
+        return total(m.odd(v, s)) + total(plain) + total(m.b(user))
+
+    model = seeded(lambda: Lookups(score, odd=bag(mode="sum", max_norm=0.5), b=rows()))
+    before = make_bundle(lookups_card(), model)
+    applied = apply_passes(before, QuantizeEmbeddings())
+    assert any(note.startswith("odd: left alone") and "max_norm" in note for note in applied.notes)
+    assert applied.bundle.size_bytes == before.size_bytes - 30 * 8 * 4 + 30 * (8 + 4)
+    features = features_of(before.card, 7, 0.01)
+    before.run(features)  # the rows that it scales stay scaled
+    truth = before.run(features)["score"]
+    bound = half_step(model.get_parameter("b.weight").detach().double().numpy(), 8).max() * 8
+    error = (applied.bundle.run(features)["score"] - truth).abs().max()
+    assert float(error) <= bound + 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp16"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mode": "max"}, {"mode": "max", "padding_idx": 3}],
+    ids=["max", "max-padding"],
+)
+def test_a_bag_that_no_call_can_pool_pools_unpacked_rows(
+    settings: dict[str, object], dtype: TableDtype
+) -> None:
     model = seeded(
         lambda: Lookups(
             lambda m, user, narrow, values, starts, recent: (
-                total(m.odd(values, starts)) + total(m.b(user))
+                total(m.odd(values, starts)) + total(m.odd(recent)) + total(m.b(user))
             ),
-            odd=table,
+            odd=bag(**settings),
             b=rows(),
         )
     )
     before = make_bundle(lookups_card(), model)
-    return model, before, apply_passes(before, QuantizeEmbeddings())
+    applied = apply_passes(before, QuantizeEmbeddings.model_validate({"dtype": dtype}))
+    assert applied.notes == []
+    check_scores(dequantised(model, {"odd": dtype, "b": dtype}), applied.bundle)
+    row_bytes = {"int8": 12, "int4": 8, "fp16": 16}[dtype]
+    assert applied.bundle.size_bytes - before.size_bytes == 2 * 30 * (row_bytes - 32)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"mode": "max"}, "takes the maximum"),
-        ({"mode": "mean", "padding_idx": 3}, "leaves out padding_idx"),
-        ({"mode": "sum", "max_norm": 0.5}, "max_norm"),
-    ],
-    ids=["max", "mean-padding", "max-norm"],
-)
-def test_a_refused_bag_keeps_its_float_rows_and_its_scores(
-    settings: dict[str, object], words: str
-) -> None:
-    model, before, applied = refused(bag(**settings))
-    assert any(note.startswith("odd: left alone") and words in note for note in applied.notes)
-    check_scores(dequantised(model, {"b": "int8"}), applied.bundle)
+def test_a_table_pooled_by_sum_and_by_maximum_is_stored_once() -> None:
+    model = seeded(
+        lambda: Lookups(
+            lambda m, user, narrow, values, starts, recent: (
+                total(m.a(values, starts)) - total(m.b(values, starts)) + total(m.a(recent))
+            ),
+            a=bag(mode="sum"),
+            b=bag(mode="max"),
+        )
+    )
+    model.b.weight = model.a.weight
+    quantised = apply_passes(make_bundle(lookups_card(), model), QuantizeEmbeddings()).bundle
+    (batch,) = quantised.batches.values()
+    assert len(batch.slots) == 1
+    assert quantised.size_bytes < 30 * (8 + 4) + 300
+    check_scores(dequantised(model, {"a": "int8"}), quantised)
+
+
+def test_a_table_that_is_a_layers_weight_too_is_left_whole() -> None:
+    def score(m: Lookups, user: Tensor, n: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
+        every = m.a(user) @ m.a.weight.t()
+        return total(every) + total(m.b(user))
+
+    model = seeded(lambda: Lookups(score, a=rows(), b=rows()))
+    before = make_bundle(lookups_card(), model)
+    applied = apply_passes(before, QuantizeEmbeddings())
+    (note,) = applied.notes
+    assert note.startswith("a: left alone, its rows are the operand of 'linear' too (tied weights)")
     assert applied.bundle.size_bytes == before.size_bytes - 30 * 8 * 4 + 30 * (8 + 4)
+    fused = apply_passes(before, FuseEmbeddings())
+    assert fused.bundle is before
+    check_scores(dequantised(model, {"b": "int8"}), applied.bundle)
 
 
-def test_a_table_whose_ids_depend_on_its_own_rows_is_left_whole() -> None:
-    """One call cannot serve both lookups, and a second copy of the table would save nothing."""
-
+def test_lookups_whose_ids_depend_on_rows_of_the_same_table_take_calls_one_after_another() -> None:
     def score(m: Lookups, user: Tensor, n: Tensor, v: Tensor, s: Tensor, r: Tensor) -> Tensor:
         first: Tensor = m.b(user[:, None])
         chosen = (first[:, 0].abs() * 10).long() % 30
-        return total(first) + total(m.b(chosen[:, None]))
+        second: Tensor = m.b(chosen[:, None])
+        third: Tensor = m.c((second[:, 0].abs() * 10).long()[:, None] % 30)
+        return total(first) + total(second) + total(third) + total(m.c(v, s))
 
-    model = seeded(lambda: Lookups(score, b=bag(mode="sum")))
+    model = seeded(lambda: Lookups(score, b=bag(mode="sum"), c=bag(mode="sum")))
+    # Rows that int8 holds exactly, so that the ids cut from them do not move.
+    levels = torch.arange(30)[:, None] * 8 + torch.arange(8)
+    levels[:, 6:] = torch.tensor([0, 255])
+    for name in ("b", "c"):
+        model.get_parameter(f"{name}.weight").data = levels.float() / 16
     before = make_bundle(lookups_card(), model)
     applied = apply_passes(before, QuantizeEmbeddings())
-    assert applied.bundle is before
-    assert any(note.startswith("b: left alone, its ids depend") for note in applied.notes)
+    assert applied.notes == []
+    (batch,) = applied.bundle.batches.values()
+    assert {slot.name for slot in batch.slots} == {"b", "c"}
+    check_scores(model, applied.bundle)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "int8", "int4"])

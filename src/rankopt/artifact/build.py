@@ -2,12 +2,14 @@
 
 model.pt2            the compiled graph, without weights
 weights/             every constant it reads, mapped into memory when it is loaded
+parts/               submodules that stay eager, where an export was split
 checks.safetensors   made-up inputs and the bundle's own outputs for them
 manifest.json        contract, target, versions, hashes
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,8 +31,10 @@ from rankopt.artifact.manifest import (
     Target,
     sha256_file,
 )
+from rankopt.artifact.parts import write_parts
 from rankopt.bundle import ModelBundle
 from rankopt.capture.export import MAX_BATCH
+from rankopt.capture.parts import parts_in
 from rankopt.environment import collect_environment
 from rankopt.errors import ExportError
 from rankopt.kernels.build import load_kernels
@@ -72,7 +76,10 @@ def write_artifact(
     folder.mkdir(parents=True, exist_ok=True)
     load_kernels()
     compiled = _compile(bundle, folder / PROGRAM)
-    entries = write_constants(compiled.constants, folder / CONSTANTS)
+    unlifted = bundle.program.module(check_guards=False)
+    parts = parts_in(unlifted, bundle.parts)
+    entries = write_constants(without_handles(compiled.constants, parts), folder / CONSTANTS)
+    stored = write_parts(parts, folder)
     save_file(make_checks(bundle), folder / CHECKS)
     environment = collect_environment()
     graph_module = bundle.program.graph_module
@@ -93,14 +100,21 @@ def write_artifact(
         ),
         max_batch=MAX_BATCH,
         constants=entries,
-        packed_for_fbgemm=fbgemm_layers(bundle.program.module(check_guards=False)),
+        packed_for_fbgemm=fbgemm_layers(unlifted),
+        parts=stored.entries,
+        part_code=dict(stored.code),
+        part_packages=dict(stored.packages),
+        capture=bundle.capture,
         operators=_operators(graph_module),
         judged_isa=current_isa(),
         libraries=environment.libraries,
         compiler_options={key: str(value) for key, value in bundle.inductor_options.items()},
         tolerance=tolerance_of(bundle),
-        files={name: sha256_file(folder / name) for name in (PROGRAM, CONSTANTS, CHECKS)},
-        size_bytes=sum(entry.size_bytes for entry in entries),
+        files={
+            name: sha256_file(folder / name) for name in (PROGRAM, CONSTANTS, CHECKS, *stored.files)
+        },
+        size_bytes=sum(entry.size_bytes for entry in entries)
+        + sum(entry.size_bytes for entry in stored.entries),
         code_bytes=(folder / PROGRAM).stat().st_size,
         control_size_bytes=control_size_bytes,
         card=bundle.card.model_dump(mode="json", exclude_none=True),
@@ -108,6 +122,12 @@ def write_artifact(
     )
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return manifest
+
+
+def without_handles(constants: Mapping[str, Tensor], handles: Collection[str]) -> dict[str, Tensor]:
+    """Blank the handles of parts: they name modules of this process alone."""
+    blank = torch.zeros(1, dtype=torch.int64)
+    return {name: blank if name in handles else value for name, value in constants.items()}
 
 
 def compiler_options(bundle: ModelBundle) -> dict[str, Any]:

@@ -36,6 +36,22 @@ class ConstantEntry(_Frozen):
     sha256: str
 
 
+class PartEntry(_Frozen):
+    """A submodule that the compiled graph calls and that runs as Python."""
+
+    id: str
+    module: str
+    """Its path in the model, such as `interest_extractor`."""
+    class_name: str
+    file: str
+    handle: str
+    """The constant by which the graph names it, set anew whenever the artifact is loaded."""
+    signature: str
+    """Digest of the calls: compiled code fits parts of the same one alone."""
+    why: str
+    size_bytes: int
+
+
 class OutputEntry(_Frozen):
     """One score: its name, and whether it is a logit or a probability."""
 
@@ -67,6 +83,14 @@ class Manifest(_Frozen):
     constants: tuple[ConstantEntry, ...]
     packed_for_fbgemm: dict[str, tuple[str, str]] = Field(default_factory=dict)
     """Handle constant -> its weight and scale constants, packed when the artifact is loaded."""
+    parts: tuple[PartEntry, ...] = ()
+    """Submodules that stay eager. An artifact that has any needs Python, and their code."""
+    part_code: dict[str, str] = Field(default_factory=dict)
+    """Python module -> its source file under parts/, for code that is no installed package."""
+    part_packages: dict[str, str] = Field(default_factory=dict)
+    """Installed package -> version, of the parts' classes."""
+    capture: tuple[str, ...] = ()
+    """What tracing the module assumed, left out or rewrote."""
     operators: tuple[str, ...]
     """Operator libraries to load first: `fbgemm`, `rankopt`."""
     judged_isa: str
@@ -78,7 +102,7 @@ class Manifest(_Frozen):
     files: dict[str, str]
     """File -> sha256, of every file but this one and passes.json."""
     size_bytes: int
-    """Bytes of weights/: every stored copy of parameters and tables."""
+    """Bytes of weights/ and parts/: every stored copy of parameters and tables."""
     code_bytes: int
     control_size_bytes: int
     """Bytes of the eager model's parameters and buffers."""

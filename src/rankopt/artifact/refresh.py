@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rankopt.artifact.build import make_checks, now
+from rankopt.artifact.build import make_checks, now, without_handles
 from rankopt.artifact.constants import write_constants
 from rankopt.artifact.manifest import (
     CHECKS,
@@ -29,9 +29,11 @@ from rankopt.artifact.manifest import (
     read_manifest,
     sha256_file,
 )
+from rankopt.artifact.parts import PARTS, mismatches, write_parts
 from rankopt.artifact.verify import verify_artifact
 from rankopt.bundle import ModelBundle, build_bundle
 from rankopt.capture.export import trace_example
+from rankopt.capture.parts import EagerPart, parts_in
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, Problem
 from rankopt.jobs.decisions import read_passes
@@ -84,12 +86,13 @@ def refresh_artifact(
     with staged_output(target, overwrite=overwrite, needed_bytes=_size_bytes(manifest)) as stage:
         bundle = _rebuild(source, manifest, checkpoint, stage, progress)
         constants = _matching_constants(source, manifest, bundle)
+        parts = _matching_parts(source, manifest, bundle)
         progress("writing the weights")
         for name in (*manifest.files, PASSES):
-            if name not in (CONSTANTS, CHECKS):
+            if name not in (CONSTANTS, CHECKS) and not name.startswith(f"{PARTS}/"):
                 (stage / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source / name, stage / name)
-        _write_weights(stage, manifest, bundle, constants)
+        _write_weights(stage, manifest, bundle, constants, parts)
         progress("proving the artifact in a fresh process")
         verification = verify_artifact(stage)
         if not verification.passed:
@@ -154,6 +157,17 @@ def _matching_constants(source: Path, manifest: Manifest, bundle: ModelBundle) -
     return {entry.name: available[entry.name] for entry in manifest.constants}
 
 
+def _matching_parts(source: Path, manifest: Manifest, bundle: ModelBundle) -> dict[str, EagerPart]:
+    """Return the parts that the compiled graph calls, with the new weights."""
+    parts = parts_in(bundle.program.module(check_guards=False), bundle.parts)
+    problems = mismatches(source, manifest.parts, parts)
+    if problems:
+        raise ArtifactError(
+            f"{source}: the new weights do not fit the compiled graph. {AGAIN}", problems=problems
+        )
+    return parts
+
+
 def _mismatch(
     source: Path, entry: ConstantEntry, available: Mapping[str, Tensor]
 ) -> Problem | None:
@@ -171,17 +185,28 @@ def _form(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _write_weights(
-    stage: Path, manifest: Manifest, bundle: ModelBundle, constants: Mapping[str, Tensor]
+    stage: Path,
+    manifest: Manifest,
+    bundle: ModelBundle,
+    constants: Mapping[str, Tensor],
+    parts: Mapping[str, EagerPart],
 ) -> None:
-    """Write constants, checks, and a manifest with their hashes."""
-    entries = write_constants(constants, stage / CONSTANTS)
+    """Write constants, parts, checks, and a manifest with their hashes."""
+    entries = write_constants(without_handles(constants, parts), stage / CONSTANTS)
+    stored = write_parts(parts, stage)
     save_file(make_checks(bundle), stage / CHECKS)
-    changed = {name: sha256_file(stage / name) for name in (CONSTANTS, CHECKS)}
+    changed = {name: sha256_file(stage / name) for name in (CONSTANTS, CHECKS, *stored.files)}
+    kept = {
+        name: digest for name, digest in manifest.files.items() if not name.startswith(f"{PARTS}/")
+    }
     refreshed = manifest.model_copy(
         update={
             "made_at": now(),
             "constants": entries,
-            "files": {**manifest.files, **changed},
+            "files": {**kept, **changed},
+            "parts": stored.entries,
+            "part_code": dict(stored.code),
+            "part_packages": dict(stored.packages),
             "judged_isa": current_isa(),
         }
     )

@@ -45,14 +45,20 @@ _ID_TYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float3
 
 
 def load_rows(
-    card: ModelCard, source: RowSource, *, limit: int | None = None, with_labels: bool = True
+    card: ModelCard,
+    source: RowSource,
+    *,
+    limit: int | None = None,
+    with_labels: bool = True,
+    refuse_one_class: bool = True,
 ) -> Rows:
     """Read and encode a source, or its first `limit` rows, into memory.
 
     `clusters` are renumbered 0, 1, ... in the order of their codes.
 
     Raises:
-        DataError: no rows, labels all of one class, or whatever `encode` refuses.
+        DataError: no rows, labels all of one class (unless `refuse_one_class` is off), or whatever
+            `encode` refuses.
     """
     parts: list[Rows] = []
     left = limit
@@ -64,7 +70,7 @@ def load_rows(
             if left <= 0:
                 break
     rows = Rows.concat(parts)
-    if with_labels:
+    if with_labels and refuse_one_class:
         _refuse_one_class(rows, source.name)
     if rows.clusters is None:
         return rows

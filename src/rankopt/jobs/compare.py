@@ -201,6 +201,7 @@ class Comparison:
             recipe=self.recipe.name if self.recipe else self.manifest.recipe,
             objective=self.recipe.objective if self.recipe else None,
             passes=self.passes,
+            capture=self.manifest.capture,
             price_per_hour=self.price_per_hour,
             slo_p99_ns=slo_p99_ns,
         )

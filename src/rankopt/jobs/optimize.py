@@ -24,6 +24,7 @@ from rankopt.output import staged_output
 from rankopt.passes.base import PassContext
 from rankopt.passes.pipeline import run_pipeline
 from rankopt.passes.trial import TrialBench, trial_plan
+from rankopt.passes.tuning_quality import TuningQuality
 from rankopt.recipe import Recipe
 from rankopt.review.schema import PassRecord
 
@@ -137,7 +138,14 @@ def optimize_into(
             detail=detail,
         )
         result = run_pipeline(
-            recipe, bundle, bench, environment, workdir, choices=choices, progress=progress
+            recipe,
+            bundle,
+            bench,
+            environment,
+            workdir,
+            quality=TuningQuality(bundle, tuning, recipe.gates) if tuning.labels else None,
+            choices=choices,
+            progress=progress,
         )
         if baseline_out is not None and result.baseline is not None:
             shutil.rmtree(baseline_out, ignore_errors=True)
@@ -158,7 +166,9 @@ def _tuning_rows(card: ModelCard, splits: Splits) -> Rows:
             "dropped by timing them on rows that the verdict is not on; name `validation`, or give "
             "one file with --data, which is then divided."
         )
-    rows = load_rows(card, source, limit=TUNING_ROWS, with_labels=False)
+    # Labels let quality be looked at too; without them passes are judged on speed and bytes.
+    labelled = set(card.labels) <= set(source.column_names())
+    rows = load_rows(card, source, limit=TUNING_ROWS, with_labels=labelled, refuse_one_class=False)
     if rows.num_rows < 2:
         raise DataError(f"{source.name}: holds {rows.num_rows} row; at least 2 are needed.")
     return rows

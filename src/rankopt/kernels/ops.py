@@ -88,6 +88,55 @@ def fbgemm_release(handle: int) -> None:
     torch.ops.rankopt.fbgemm_release(handle)
 
 
+def gru(
+    x: Tensor,
+    lengths: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    first: Tensor | None = None,
+    *,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Run one layer of `torch.nn.GRU` over padded lists, each up to its own length.
+
+    A row's result is the same bit for bit alone, anywhere in a batch, beside any neighbours, with
+    any number of threads and on every instruction set.
+
+    Shapes: B rows, T steps, I inputs, H hidden units; x float32 [B, T, I]; lengths int64 [B], at
+    most T, below 1 an empty row; weights and biases as `nn.GRU` names them; first float32 [B, H],
+    zeros when None; returns [B, T, H], zero past the length, and the last state [B, H].
+    """
+    load_kernels()
+    outputs, last = torch.ops.rankopt.gru(x, lengths, w_ih, w_hh, b_ih, b_hh, first, reverse)
+    return outputs, last
+
+
+def lstm(
+    x: Tensor,
+    lengths: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    first: Tensor | None = None,
+    memory: Tensor | None = None,
+    *,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one layer of `torch.nn.LSTM` over padded lists, with the promises of `gru`.
+
+    Shapes: as `gru`; memory float32 [B, H], the first cell state, zeros when None; returns
+    [B, T, H], the last state [B, H] and the last cell state [B, H].
+    """
+    load_kernels()
+    outputs, last, held = torch.ops.rankopt.lstm(
+        x, lengths, w_ih, w_hh, b_ih, b_hh, first, memory, reverse
+    )
+    return outputs, last, held
+
+
 def supported_isas() -> list[str]:
     """List the instruction sets this CPU can run, the best one last."""
     load_kernels()
@@ -127,5 +176,16 @@ def aoti_c_shims() -> dict[Any, list[str]]:
         ops.linear_fbgemm.default: [
             "AOTITorchError aoti_torch_cpu_linear_fbgemm(AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle*)"
+        ],
+        ops.gru.default: [
+            "AOTITorchError aoti_torch_cpu_gru(AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, "
+            "AtenTensorHandle*, int32_t, AtenTensorHandle*, AtenTensorHandle*)"
+        ],
+        ops.lstm.default: [
+            "AOTITorchError aoti_torch_cpu_lstm(AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, "
+            "AtenTensorHandle*, AtenTensorHandle*, int32_t, AtenTensorHandle*, AtenTensorHandle*, "
+            "AtenTensorHandle*)"
         ],
     }

@@ -190,6 +190,92 @@ def _lay_out(x: Tensor, layout: Layout) -> Tensor:
     return x
 
 
+Lengths = Literal[
+    "mixed",  # anything from an empty row to a full one, both among them
+    "full",  # every row as long as the padding
+    "empty",  # every row empty
+]
+
+
+@dataclass(frozen=True)
+class RecurrentCase:
+    """One call of the recurrence over padded lists."""
+
+    num_rows: int
+    num_steps: int
+    num_inputs: int
+    num_hidden: int
+    lengths: Lengths = "mixed"
+    scale: float = 1.0
+    has_bias: bool = True
+    has_first: bool = False
+    reverse: bool = False
+
+    def __str__(self) -> str:
+        shape = f"{self.num_rows}x{self.num_steps}x{self.num_inputs}x{self.num_hidden}"
+        bias = "bias" if self.has_bias else "nobias"
+        first = "first" if self.has_first else "nofirst"
+        direction = "backward" if self.reverse else "forward"
+        return "-".join((shape, self.lengths, f"{self.scale:g}", bias, first, direction))
+
+
+def _recurrent_grid() -> Iterator[RecurrentCase]:
+    units = ((1, 1), (3, 2), (16, 16), (8, 17), (64, 48))
+    for num_rows, num_steps, sizes in itertools.product((0, 1, 2, 7), (1, 5, 20), units):
+        yield RecurrentCase(num_rows, num_steps, *sizes)
+    for num_rows in (1, 7, 33):
+        for has_bias, has_first, reverse in itertools.product((False, True), repeat=3):
+            yield RecurrentCase(
+                num_rows, 6, 5, 9, has_bias=has_bias, has_first=has_first, reverse=reverse
+            )
+        lengths: tuple[Lengths, ...] = ("full", "empty")
+        for kind in lengths:
+            yield RecurrentCase(num_rows, 6, 5, 9, lengths=kind, has_first=True)
+        # Gates wide open or shut, and so small that they stay at one half.
+        for scale in (100.0, 1e-4):
+            yield RecurrentCase(num_rows, 6, 5, 9, scale=scale)
+    # Large enough that several threads share it.
+    yield RecurrentCase(513, 20, 16, 16)
+    yield RecurrentCase(513, 3, 40, 70, reverse=True)
+
+
+RECURRENT_CASES: tuple[RecurrentCase, ...] = tuple(_recurrent_grid())
+
+
+def make_recurrent_inputs(
+    case: RecurrentCase, num_gates: int, num_states: int
+) -> tuple[Tensor | None, ...]:
+    """Draw x, lengths, the weights, the biases and the first states of a case.
+
+    They are the same each time. A GRU has 3 gates and 1 state, an LSTM 4 and 2.
+
+    What lies past a row's length is NaN: nothing may read it.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x = normal(case.num_rows, case.num_steps, case.num_inputs) * case.scale
+    lengths = torch.randint(0, case.num_steps + 1, (case.num_rows,), generator=generator)
+    if case.lengths == "mixed":
+        lengths[0::5] = case.num_steps
+        lengths[1::5] = 0
+    else:
+        lengths.fill_(case.num_steps if case.lengths == "full" else 0)
+    past = torch.arange(case.num_steps) >= lengths[:, None]
+    x = x.masked_fill(past[:, :, None], torch.nan)
+    gates = num_gates * case.num_hidden
+    share = case.num_hidden**-0.5
+    weights = (normal(gates, case.num_inputs) * share, normal(gates, case.num_hidden) * share)
+    biases = (normal(gates), normal(gates)) if case.has_bias else (None, None)
+    states = [
+        normal(case.num_rows, case.num_hidden) if case.has_first else None
+        for _ in range(num_states)
+    ]
+    return x, lengths, *weights, *biases, *states
+
+
 @dataclass(frozen=True)
 class Agreement:
     """How far a kernel's result lies from its reference.

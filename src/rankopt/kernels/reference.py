@@ -112,6 +112,78 @@ def linear_fbgemm(
     return result.to(torch.float32).reshape(*x.shape[:-1], weight.shape[0])
 
 
+def gru(
+    x: Tensor,
+    lengths: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    first: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute `rankopt::gru` in float64, one row at a time, with `torch.nn.GRU` on its own length.
+
+    Shapes: as `rankopt.kernels.ops.gru`.
+    """
+    layer = torch.nn.GRU(x.shape[2], w_hh.shape[1], batch_first=True)
+    outputs, last = _recur(layer, x, lengths, (w_ih, w_hh, b_ih, b_hh), (first,), reverse)
+    return outputs, last
+
+
+def lstm(
+    x: Tensor,
+    lengths: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    first: Tensor | None,
+    memory: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `rankopt::lstm` in float64, one row at a time, with `torch.nn.LSTM`.
+
+    Shapes: as `rankopt.kernels.ops.lstm`.
+    """
+    layer = torch.nn.LSTM(x.shape[2], w_hh.shape[1], batch_first=True)
+    states = (first, memory)
+    outputs, last, held = _recur(layer, x, lengths, (w_ih, w_hh, b_ih, b_hh), states, reverse)
+    return outputs, last, held
+
+
+def _recur(
+    layer: torch.nn.RNNBase,
+    x: Tensor,
+    lengths: Tensor,
+    weights: tuple[Tensor | None, ...],
+    states: tuple[Tensor | None, ...],
+    reverse: bool,
+) -> tuple[Tensor, ...]:
+    num_rows, num_steps, _ = x.shape
+    layer.double()
+    with torch.no_grad():
+        for parameter, weight in zip(layer.parameters(), weights, strict=True):
+            parameter.copy_(torch.zeros_like(parameter) if weight is None else weight)
+        outputs = x.new_zeros((num_rows, num_steps, layer.hidden_size), dtype=torch.float64)
+        ends = [x.new_zeros((num_rows, layer.hidden_size), dtype=torch.float64) for _ in states]
+        for end, state in zip(ends, states, strict=True):
+            if state is not None:
+                end.copy_(state)
+        for row, length in enumerate(lengths.tolist()):
+            if length < 1:
+                continue
+            steps = x[row : row + 1, :length].double()
+            begin = [end[None, row : row + 1].clone() for end in ends]
+            result, found = layer(
+                steps.flip(1) if reverse else steps, begin[0] if len(begin) == 1 else tuple(begin)
+            )
+            outputs[row, :length] = result[0].flip(0) if reverse else result[0]
+            for end, state in zip(ends, [found] if len(ends) == 1 else found, strict=True):
+                end[row] = state[0, 0]
+    return outputs, *ends
+
+
 def _epilogue(result: Tensor, bias: Tensor | None, negative_slope: Tensor | None) -> Tensor:
     if bias is not None:
         result = result + bias

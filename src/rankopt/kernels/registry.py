@@ -19,18 +19,22 @@ from rankopt.kernels.parity import (
     LINEAR_CASES,
     LINEAR_FP32_CASES,
     LINEAR_INT8_CASES,
+    RECURRENT_CASES,
     Agreement,
     LinearCase,
+    RecurrentCase,
     compare,
     make_linear_inputs,
+    make_recurrent_inputs,
 )
 
 Arguments = tuple[Any, ...]
+Case = LinearCase | RecurrentCase
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator of the library.
+    """One operator of the library; several results of one count as one flat tensor.
 
     Attributes:
         name: the operator's name under `torch.ops.rankopt`.
@@ -43,26 +47,25 @@ class Kernel:
     """
 
     name: str
-    reference: Callable[..., Tensor]
-    cases: tuple[LinearCase, ...]
-    arguments: Callable[[LinearCase], Arguments]
+    reference: Callable[..., Tensor | tuple[Tensor, ...]]
+    cases: tuple[Case, ...]
+    arguments: Callable[[Any], Arguments]
     allowance: Callable[[Arguments, Tensor], Tensor] | None
     isas: bool
 
     def __call__(self, *arguments: object) -> Tensor:
         """Run the operator."""
         load_kernels()
-        result: Tensor = getattr(torch.ops.rankopt, self.name)(*arguments)
-        return result
+        return _as_one(getattr(torch.ops.rankopt, self.name)(*arguments))
 
-    def check(self, case: LinearCase) -> dict[str, Agreement]:
+    def check(self, case: Case) -> dict[str, Agreement]:
         """Run a case and compare it with the reference, once per instruction set of this CPU.
 
         Returns:
             The agreement by instruction set; under `auto` alone for a kernel that has no choice.
         """
         arguments = self.arguments(case)
-        expected = self.reference(*arguments)
+        expected = _as_one(self.reference(*arguments))
         if self.allowance is None:
             allowance = torch.zeros_like(expected)
         else:
@@ -80,6 +83,12 @@ class Kernel:
     def holds(self, agreement: Agreement) -> bool:
         """Say whether an agreement is as close as this kernel promises."""
         return agreement.same_bits if self.allowance is None else agreement.excess <= 0
+
+
+def _as_one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    if isinstance(result, Tensor):
+        return result
+    return torch.cat([part.flatten() for part in result])
 
 
 def _linear_int8_arguments(case: LinearCase) -> Arguments:
@@ -119,6 +128,23 @@ def _linear_fbgemm_allowance(arguments: Arguments, expected: Tensor) -> Tensor:
     return allowance
 
 
+def _gru_arguments(case: RecurrentCase) -> Arguments:
+    return *make_recurrent_inputs(case, num_gates=3, num_states=1), case.reverse
+
+
+def _lstm_arguments(case: RecurrentCase) -> Arguments:
+    return *make_recurrent_inputs(case, num_gates=4, num_states=2), case.reverse
+
+
+def _recurrent_allowance(arguments: Arguments, expected: Tensor) -> Tensor:
+    # Rounding of the sums before the gates, which a state carries on from step to step; beside wide
+    # inputs the sums are that much larger.
+    x, _, w_ih = arguments[:3]
+    loudest = float(x.nan_to_num().abs().amax()) if x.numel() else 0.0
+    sums = 1.0 + loudest * float(w_ih.abs().sum(1).amax())
+    return 2e-7 * sums * (1.0 + expected.abs())
+
+
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
@@ -149,6 +175,22 @@ KERNELS: dict[str, Kernel] = {
             arguments=_linear_fbgemm_arguments,
             allowance=_linear_fbgemm_allowance,
             isas=False,
+        ),
+        Kernel(
+            name="gru",
+            reference=reference.gru,
+            cases=RECURRENT_CASES,
+            arguments=_gru_arguments,
+            allowance=_recurrent_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="lstm",
+            reference=reference.lstm,
+            cases=RECURRENT_CASES,
+            arguments=_lstm_arguments,
+            allowance=_recurrent_allowance,
+            isas=True,
         ),
     )
 }

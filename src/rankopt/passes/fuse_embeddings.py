@@ -8,8 +8,8 @@ from torch.fx import GraphModule
 
 from rankopt.bundle import ModelBundle
 from rankopt.passes.base import Pass, PassContext, Purpose
-from rankopt.passes.graph import Lookup, find_lookups
-from rankopt.passes.table_batched import emit_groups, group_lookups, without_chained
+from rankopt.passes.lookups import Lookup, find_lookups
+from rankopt.passes.table_batched import emit_groups, group_lookups
 from rankopt.selectors import Rule, resolve
 from rankopt.tables import TableBatch, TableDtype
 
@@ -59,16 +59,13 @@ class FuseEmbeddings(Pass):
         wanted = resolve(names, self.rules, True, where="fuse_embeddings.rules", noun="table")
         chosen, outside = [], set[str]()
         for lookup in lookups:
-            if lookup.refusal:
-                context.note(f"{lookup.table}: left alone, {lookup.refusal}")
-            if lookup.refusal or not wanted[lookup.table] or lookup.form not in self.forms:
+            refusal = lookup.refusal or lookup.unbatched
+            if refusal:
+                context.note(f"{lookup.table}: left alone, {refusal}")
+            if refusal or not wanted[lookup.table] or lookup.form not in self.forms:
                 outside.add(lookup.table)
             else:
                 chosen.append(lookup)
-        chosen, chained = without_chained(chosen)
-        for lookup in chained:
-            context.note(f"{lookup.table}: left alone, its ids depend on rows of another table")
-            outside.add(lookup.table)
         return _joinable(chosen, outside, context)
 
 

@@ -4,14 +4,14 @@ Works on the unlifted form of an ExportedProgram: weights are `get_attr` nodes, 
 functional ATen. A model's own module structure plays no part, so a model nobody here wrote is read
 the same way.
 
-Shapes: N rows of a table, D its width, B rows of a batch.
+Shapes: N outputs and K inputs of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,35 +24,6 @@ PREFIX = "model."
 
 
 @dataclass(frozen=True, eq=False)
-class Lookup:
-    """Rows read from one constant table.
-
-    Attributes:
-        node: the node whose value consumers use (pooled [B, D], or rows [..., D]).
-        operator: the lookup operator itself (differs from `node` for embedding_bag's tuple).
-        table: name of the table, such as `tables.user`.
-        form: `bag` (pooled), `single` (one row per candidate) or `sequence` (many, not pooled).
-        indices, offsets, weights: input nodes; offsets and weights are None where there are none.
-        mode: pooling of a bag.
-        include_last: offsets carry a closing entry.
-        refusal: why the lookup cannot be moved; None when it can.
-    """
-
-    node: Node
-    operator: Node
-    table: str
-    weight: Tensor
-    form: Literal["bag", "single", "sequence"]
-    indices: Node
-    offsets: Node | None = None
-    weights: Node | None = None
-    mode: Literal["sum", "mean", "max"] = "sum"
-    include_last: bool = False
-    padding_idx: int | None = None
-    refusal: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class Linear:
     """A linear layer on constant weights, with the activation that may go into its epilogue.
 
@@ -62,6 +33,7 @@ class Linear:
         weight: fp32 [N, K]; bias [N] or None.
         last: the activation's node when one follows alone, else `node`.
         slope: 0.0 for ReLU, the slope of LeakyReLU, the name of PReLU's weight; None without.
+        tied: the weight is an embedding table too.
     """
 
     node: Node
@@ -70,6 +42,7 @@ class Linear:
     bias: Tensor | None
     last: Node
     slope: float | str | None = None
+    tied: bool = False
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
@@ -119,6 +92,12 @@ class LayerConstants:
         return self._module.graph.get_attr(self._names[key])
 
 
+def replace_linear(node: Node, new: Node) -> None:
+    """Let the readers of a layer read `new`; dead in-place activations would count as effects."""
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    node.graph.erase_node(node)
+
+
 def owner(name: str) -> str:
     """Name a weight's table or layer: `model.tables.user.weight` belongs to `tables.user`."""
     return name.removeprefix(PREFIX).removesuffix(".weight")
@@ -130,121 +109,39 @@ def fake(node: Node) -> Tensor:
     return value
 
 
-def find_lookups(module: GraphModule) -> list[Lookup]:
-    """List every lookup on a constant table, in graph order, refused ones with their reason."""
-    found = list(_lookups(module))
-    return [
-        replace(lookup, refusal=lookup.refusal or _padding_refusal(lookup, found))
-        for lookup in found
-    ]
+BAG_OPERATORS: frozenset[Any] = frozenset(
+    {
+        aten.embedding_bag.padding_idx,
+        aten.embedding_bag.default,
+        aten._embedding_bag_forward_only.default,
+        aten._embedding_bag.default,
+    }
+)
+LOOKUP_OPERATORS: frozenset[Any] = BAG_OPERATORS | {aten.embedding.default}
 
 
-def _padding_refusal(lookup: Lookup, found: list[Lookup]) -> str | None:
-    """Refuse a bag whose left-out row another lookup of the table reads.
-
-    A batched sum leaves a row out by holding zeros in it, so the row must be zero already or be
-    left out by every lookup of the table.
-    """
-    padding = lookup.padding_idx
-    if padding is None or not bool(lookup.weight[padding].any()):
-        return None
-    others = [other for other in found if other.table == lookup.table]
-    if all(other.padding_idx == padding for other in others):
-        return None
-    return f"its sum leaves out row {padding}, which another lookup of the table reads"
+def is_table(module: GraphModule, path: str) -> bool:
+    """Tell whether a lookup reads rows of a constant."""
+    return any(_looks_up(reader) for reader in module.graph.find_nodes(op="get_attr", target=path))
 
 
-def _lookups(module: GraphModule) -> Iterator[Lookup]:
-    for node in module.graph.nodes:
-        if node.op != "call_function" or not node.args:
-            continue
-        weight = constant(module, arguments(node)[0])
-        if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-            continue
-        if node.target == aten.embedding.default:
-            yield _rows_lookup(node, weight)
-        elif node.target in _BAG_OPERATORS:
-            lookup = _bag_lookup(node, weight)
-            if lookup is not None:
-                yield lookup
+def _looks_up(reader: Node) -> bool:
+    return any(is_lookup_of(user, reader) for user in reader.users)
 
 
-_BAG_OPERATORS = {
-    aten.embedding_bag.padding_idx,
-    aten.embedding_bag.default,
-    aten._embedding_bag_forward_only.default,
-    aten._embedding_bag.default,
-}
-_MODES: tuple[Literal["sum", "mean", "max"], ...] = ("sum", "mean", "max")
+def is_lookup_of(user: Node, reader: Node) -> bool:
+    """Tell whether a node looks rows up in what another node reads."""
+    return user.target in LOOKUP_OPERATORS and arguments(user)[0] is reader
 
 
-def _rows_lookup(node: Node, weight: Tensor) -> Lookup:
-    indices = arguments(node)[1]
-    shape = fake(indices).shape
-    one_each = len(shape) == 1 or (len(shape) == 2 and shape[1] == 1)
-    return Lookup(
-        node=node,
-        operator=node,
-        table=owner(str(arguments(node)[0].target)),
-        weight=weight,
-        form="single" if one_each and _is_batch(node.graph, shape[0]) else "sequence",
-        indices=indices,
-        refusal=_refuse_table(arguments(node)[0], weight),
-    )
-
-
-def _is_batch(graph: torch.fx.Graph, size: object) -> bool:
-    """Tell whether a size is that of some input's first dim which is also an output's."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    first = next(iter(output.all_input_nodes))
-    return bool(str(fake(first).shape[0]) == str(size))
-
-
-def _bag_lookup(node: Node, weight: Tensor) -> Lookup | None:
+def schema_values(node: Node) -> dict[str, Any]:
+    """Return an operator's arguments by name, defaults filled in."""
     target: Any = node.target
     schema = target._schema
     values = {argument.name: argument.default_value for argument in schema.arguments}
     values.update(zip((a.name for a in schema.arguments), node.args, strict=False))
     values.update(node.kwargs)
-    pooled = [user for user in node.users if arguments(user)[1:] == (0,)]
-    if len(pooled) != 1:
-        return None
-    mode = _MODES[values["mode"]]
-    padding = values.get("padding_idx")
-    padding = None if padding is None or padding < 0 else padding
-    refusal = _refuse_table(arguments(node)[0], weight)
-    if mode == "max":
-        refusal = "table-batched lookups pool by sum or mean, and this bag takes the maximum"
-    elif mode == "mean" and padding is not None:
-        refusal = "its mean leaves out padding_idx, which table-batched lookups count"
-    return Lookup(
-        node=pooled[0],
-        operator=node,
-        table=owner(str(arguments(node)[0].target)),
-        weight=weight,
-        form="bag",
-        indices=values["indices"],
-        offsets=values["offsets"],
-        weights=values.get("per_sample_weights"),
-        mode=mode,
-        include_last=bool(values.get("include_last_offset")),
-        padding_idx=padding,
-        refusal=refusal,
-    )
-
-
-def _refuse_table(source: Node, weight: Tensor) -> str | None:
-    if weight.dtype != torch.float32:
-        return f"its table is {weight.dtype}, not float32"
-    writers = [
-        user
-        for detached in [source, *source.users]
-        for user in detached.users
-        if user.op == "call_function" and str(user.target).endswith("_.default")
-    ]
-    if writers:
-        return f"{writers[0].target} changes its rows while scoring (max_norm)"
-    return None
+    return values
 
 
 def find_linears(module: GraphModule) -> list[Linear]:
@@ -267,6 +164,7 @@ def find_linears(module: GraphModule) -> list[Linear]:
                 bias=bias,
                 last=last,
                 slope=slope,
+                tied=is_table(module, str(arguments(node)[1].target)),
             )
         )
     return found

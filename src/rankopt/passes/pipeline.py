@@ -14,6 +14,7 @@ from rankopt.errors import ArtifactError, ExportError, RecipeError
 from rankopt.passes.base import Pass, PassContext
 from rankopt.passes.decision import decide, missed_gates, slow_byte_savers
 from rankopt.passes.trial import Trial, TrialBench, TrialTimes
+from rankopt.passes.tuning_quality import TuningQuality
 from rankopt.recipe import Recipe
 from rankopt.review.schema import LatencyRow, PassRecord
 
@@ -51,6 +52,7 @@ def run_pipeline(
     environment: Environment,
     workdir: Path,
     *,
+    quality: TuningQuality | None = None,
     choices: Sequence[PassRecord] | None = None,
     progress: Progress = lambda _: None,
 ) -> PipelineResult:
@@ -62,6 +64,8 @@ def run_pipeline(
         bench: compiles and times trials.
         environment: of this machine.
         workdir: for trials; the artifact lies in it until the caller moves it.
+        quality: drops passes that the recipe's quality gates will not bear; None looks at speed and
+            bytes alone.
         choices: records of an earlier run whose decisions are taken over without timing.
         progress: told one line per step.
 
@@ -79,7 +83,7 @@ def run_pipeline(
     current, records, latest = baseline, list[PassRecord](), tuple[LatencyRow, ...]()
     for step in rewrites:
         progress(f"{step.kind}: rewriting")
-        done = _measure(step, current, bench, environment, workdir)
+        done = _measure(step, current, bench, quality, environment, workdir)
         records.append(done.record)
         if done.record.kept:
             current, latest = done.trial, done.against_control
@@ -96,7 +100,12 @@ def run_pipeline(
 
 
 def _measure(
-    step: Pass, current: Trial, bench: TrialBench, environment: Environment, workdir: Path
+    step: Pass,
+    current: Trial,
+    bench: TrialBench,
+    quality: TuningQuality | None,
+    environment: Environment,
+    workdir: Path,
 ) -> _Step:
     context = PassContext(environment, workdir)
     started_ns = time.perf_counter_ns()
@@ -114,6 +123,10 @@ def _measure(
         )
         if after is before:
             reason = "changed nothing: " + (context.notes[0] if context.notes else "no match")
+            return _Step(current, _timed(record, started_ns, reason=reason))
+        lost = quality.lost(after) if quality is not None else None
+        if lost is not None:
+            reason = f"dropped for quality: {lost}"
             return _Step(current, _timed(record, started_ns, reason=reason))
         trial = bench.compile(after, step.kind)
     except ExportError as error:

@@ -18,11 +18,20 @@ from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8, quantize
 from rankopt.models.card import ModelCard
 from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
-from rankopt.passes.graph import LayerConstants, Linear, arguments, constant, find_linears
+from rankopt.passes.graph import (
+    LayerConstants,
+    Linear,
+    arguments,
+    constant,
+    find_linears,
+    replace_linear,
+)
 from rankopt.scheme import load_scheme, scheme_problems
 from rankopt.selectors import Rule, resolve
 
 Backend = Literal["native", "fbgemm", "torchao"]
+MAX_INPUTS = 65536
+"""More could overflow the kernel's 32-bit sums."""
 
 
 class QuantizeDense(Pass):
@@ -105,7 +114,8 @@ class QuantizeDense(Pass):
                     _replace_fbgemm(module, linear, store)
                 changed.append(linear.layer)
             rest = [linear for linear in linears if linear not in chosen] if changed else []
-            for linear in rest:
+            # A second copy of an embedding table would cost more than a stable order of sums.
+            for linear in (linear for linear in rest if not linear.tied):
                 _replace_fp32(module, linear, store)
 
         quantised = bundle.edit(rewrite, provided=bundle.provided | self.provides)
@@ -128,6 +138,13 @@ class QuantizeDense(Pass):
                 context.note(f"{linear.layer}: kept in fp32 by the recipe")
             elif inputs < self.min_inputs or outputs < self.min_outputs:
                 context.note(f"{linear.layer}: {inputs} x {outputs} is too small to gain")
+            elif linear.tied:
+                context.note(
+                    f"{linear.layer}: kept in fp32, its weight is an embedding table too, and a "
+                    "second copy would only add to the size"
+                )
+            elif inputs > MAX_INPUTS:
+                context.note(f"{linear.layer}: int8 takes at most {MAX_INPUTS} inputs")
             elif not bool(torch.isfinite(linear.weight).all()):
                 context.note(f"{linear.layer}: its weights are not all finite")
             else:
@@ -149,7 +166,7 @@ def _replace_native(module: GraphModule, linear: Linear, bits: int, store: Layer
             bits,
         )
         new = graph.call_function(torch.ops.rankopt.linear_int8.default, inputs)
-    linear.last.replace_all_uses_with(new)
+    replace_linear(linear.last, new)
 
 
 def _replace_fbgemm(module: GraphModule, linear: Linear, store: LayerConstants) -> None:
@@ -164,7 +181,7 @@ def _replace_fbgemm(module: GraphModule, linear: Linear, store: LayerConstants) 
             store.node(linear, FBGEMM_HANDLE, lambda: torch.zeros(1, dtype=torch.int64)),
         )
         new = graph.call_function(torch.ops.rankopt.linear_fbgemm.default, inputs)
-    linear.node.replace_all_uses_with(new)
+    replace_linear(linear.node, new)
 
 
 def _replace_fp32(module: GraphModule, linear: Linear, store: LayerConstants) -> None:
@@ -183,7 +200,7 @@ def _replace_fp32(module: GraphModule, linear: Linear, store: LayerConstants) ->
             linear.weight.shape[0],
         )
         new = graph.call_function(torch.ops.rankopt.linear_fp32.default, inputs)
-    linear.last.replace_all_uses_with(new)
+    replace_linear(linear.last, new)
 
 
 def _quantised(linear: Linear) -> tuple[Tensor, Tensor]:

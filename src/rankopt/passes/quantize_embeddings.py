@@ -14,9 +14,11 @@ from rankopt.bundle import ModelBundle
 from rankopt.environment import Environment
 from rankopt.errors import Problem, SelectorError
 from rankopt.models.card import ModelCard
+from rankopt.passes.bags import bags_of_rows
 from rankopt.passes.base import Pass, PassContext, Purpose
-from rankopt.passes.graph import Lookup, add_constant, arguments, aten, constant, find_lookups
-from rankopt.passes.table_batched import LOOKUP, emit_groups, group_lookups, without_chained
+from rankopt.passes.graph import add_constant, arguments, aten, constant
+from rankopt.passes.lookups import Lookup, find_lookups
+from rankopt.passes.table_batched import LOOKUP, emit_groups, group_lookups
 from rankopt.scheme import load_scheme, scheme_problems
 from rankopt.selectors import Rule, resolve
 from rankopt.tables import (
@@ -45,8 +47,9 @@ class QuantizeEmbeddings(Pass):
     """Store embedding tables in fewer bits, row by row (one scale and bias per row, in fp16).
 
     Pooled lookups become fbgemm's table-batched call, which reads mixed types; other lookups gather
-    packed rows and unpack them in place, which the compiler fuses with whatever reads them. A table
-    that would not get smaller, or whose width does not fit the packing, stays finer and says so.
+    packed rows and unpack them in place, which the compiler fuses with whatever reads them. Bags
+    that the call cannot pool, such as maxima, pool rows that were unpacked before. A table that
+    would not get smaller, or whose width does not fit the packing, stays finer and says so.
 
     Example:
         ```yaml
@@ -102,6 +105,9 @@ class QuantizeEmbeddings(Pass):
             changed.extend(name for name, dtype in dtypes.items() if dtype != "fp32")
             for store, batch in bundle.batches.items():
                 batches[store] = _requantise(module, store, batch, dtypes)
+            packed = {name for name, dtype in dtypes.items() if dtype != "fp32"}
+            if bags_of_rows(module, [lk for lk in lookups if lk.table in packed]):
+                lookups = find_lookups(module)
             _quantise_lookups(module, lookups, dtypes, batches)
 
         quantised = bundle.edit(rewrite, batches=batches, provided=bundle.provided | self.provides)
@@ -119,7 +125,6 @@ class QuantizeEmbeddings(Pass):
             list(weights), self.rules, default, where="quantize_embeddings.rules", noun="table"
         )
         refused = {lookup.table: lookup.refusal for lookup in lookups if lookup.refusal}
-        refused |= dict.fromkeys(_chained_tables(lookups), "its ids depend on rows of a table")
         reasons: dict[str, list[str]] = {}
         dtypes: dict[str, TableDtype] = {}
         for name, weight in weights.items():
@@ -219,13 +224,6 @@ def _quantise_lookups(
 
 def _pooled_tables(lookups: list[Lookup]) -> set[str]:
     return {lookup.table for lookup in lookups if lookup.form == "bag"}
-
-
-def _chained_tables(lookups: list[Lookup]) -> list[str]:
-    """Name pooled tables of which a lookup's ids are computed from rows: no call can hold both."""
-    pooled = _pooled_tables(lookups)
-    _, chained = without_chained([lookup for lookup in lookups if lookup.table in pooled])
-    return [lookup.table for lookup in chained]
 
 
 def _gather_packed(

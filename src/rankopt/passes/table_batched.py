@@ -18,7 +18,8 @@ import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import GraphModule, Node
 
-from rankopt.passes.graph import Lookup, add_constant, arguments, aten, fake
+from rankopt.passes.graph import add_constant, arguments, aten, fake
+from rankopt.passes.lookups import Lookup
 from rankopt.tables import TYPE_CODES, TableBatch, TableDtype, pack_batch
 
 LOOKUP = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
@@ -41,32 +42,38 @@ class Group:
 
 
 def group_lookups(lookups: Sequence[Lookup]) -> list[Group]:
-    """Sort lookups into calls: by pooling, weights, number of bags, and width where not pooled."""
+    """Sort lookups into calls: by pooling, weights, number of bags, and width where not pooled.
+
+    A lookup whose ids are computed from rows of another goes into a later call.
+    """
+    levels = _levels(lookups)
     groups: dict[tuple[Any, ...], list[Lookup]] = {}
     for lookup in lookups:
+        level = levels[lookup.node]
         if lookup.form == "sequence":
-            key: tuple[Any, ...] = (NONE, lookup.weight.shape[1])
+            key: tuple[Any, ...] = (level, NONE, lookup.weight.shape[1])
         else:
             # A single row is its own sum, so single rows join the sums of as many bags.
             pooling = MEAN if lookup.mode == "mean" else SUM
-            key = (pooling, lookup.weights is not None, str(fake(lookup.node).shape[0]))
+            weighted = lookup.weights is not None
+            key = (level, pooling, weighted, str(fake(lookup.node).shape[0]))
         groups.setdefault(key, []).append(lookup)
-    return [Group(tuple(members), key[0]) for key, members in groups.items()]
+    # By level, so that a call stands in the graph when the ids of the next one are made from it.
+    in_order = sorted(groups.items(), key=lambda item: item[0][0])
+    return [Group(tuple(members), key[1]) for key, members in in_order]
 
 
-def without_chained(lookups: Sequence[Lookup]) -> tuple[list[Lookup], list[Lookup]]:
-    """Part off lookups whose ids are computed from rows of another: one call cannot serve both."""
-    reached = {lookup.node for lookup in lookups}
-    own = set(reached)
+def _levels(lookups: Sequence[Lookup]) -> dict[Node, int]:
+    """Count for each lookup how many others its ids go through, one after the other."""
+    own = {lookup.node: lookup for lookup in lookups}
+    levels: dict[Node, int] = {}
     for node in lookups[0].node.graph.nodes if lookups else ():
-        if node not in own and any(source in reached for source in node.all_input_nodes):
-            reached.add(node)
-    free: list[Lookup] = []
-    chained: list[Lookup] = []
-    for lookup in lookups:
-        inputs = (lookup.indices, lookup.offsets, lookup.weights)
-        (chained if any(node in reached for node in inputs) else free).append(lookup)
-    return free, chained
+        above = max((levels[source] for source in node.all_input_nodes), default=0)
+        levels[node] = above
+        if node in own:
+            # The bag's own operator lies between its ids and its result, at the level of the ids.
+            levels[node] = above + 1
+    return {node: levels[node] - 1 for node in own}
 
 
 def emit_groups(

@@ -7,6 +7,7 @@
 
 #include "isa.h"
 #include "ops.h"
+#include "recurrent.h"
 
 namespace rankopt {
 namespace {
@@ -36,6 +37,32 @@ at::Tensor linear_fbgemm_shape(const at::Tensor& x, const at::Tensor& weight, co
   return like_with_outputs(x, weight.sym_size(0));
 }
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> recurrence_shape(const at::Tensor& x,
+                                                                const at::Tensor& w_hh) {
+  TORCH_CHECK(x.dim() == 3, "a recurrence's input must be [B, T, I]; got ", x.dim(), " dimensions");
+  const auto options = x.options().memory_format(at::MemoryFormat::Contiguous);
+  const c10::SymInt num_rows = x.sym_size(0), num_hidden = w_hh.sym_size(1);
+  return {at::empty_symint({num_rows, x.sym_size(1), num_hidden}, options),
+          at::empty_symint({num_rows, num_hidden}, options),
+          at::empty_symint({num_rows, num_hidden}, options)};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_shape(const at::Tensor& x, const at::Tensor&,
+                                             const at::Tensor&, const at::Tensor& w_hh,
+                                             const std::optional<at::Tensor>&,
+                                             const std::optional<at::Tensor>&,
+                                             const std::optional<at::Tensor>&, bool) {
+  auto [out, last, _] = recurrence_shape(x, w_hh);
+  return {std::move(out), std::move(last)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_shape(
+    const at::Tensor& x, const at::Tensor&, const at::Tensor&, const at::Tensor& w_hh,
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool) {
+  return recurrence_shape(x, w_hh);
+}
+
 }  // namespace
 }  // namespace rankopt
 
@@ -48,6 +75,12 @@ TORCH_LIBRARY(rankopt, m) {
       "-> Tensor");
   m.def(
       "linear_fbgemm(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor handle) -> Tensor");
+  m.def(
+      "gru(Tensor x, Tensor lengths, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, "
+      "Tensor? first, bool reverse) -> (Tensor, Tensor)");
+  m.def(
+      "lstm(Tensor x, Tensor lengths, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, "
+      "Tensor? first, Tensor? memory, bool reverse) -> (Tensor, Tensor, Tensor)");
   m.def("fbgemm_pack(Tensor weight, Tensor scale) -> int", rankopt::fbgemm_pack);
   m.def("fbgemm_release(int handle) -> ()", rankopt::fbgemm_release);
   m.def("set_isa(str name) -> ()", [](std::string name) { rankopt::set_isa(name); });
@@ -59,12 +92,16 @@ TORCH_LIBRARY_IMPL(rankopt, CPU, m) {
   m.impl("linear_int8", rankopt::linear_int8);
   m.impl("linear_fp32", rankopt::linear_fp32);
   m.impl("linear_fbgemm", rankopt::linear_fbgemm);
+  m.impl("gru", rankopt::gru);
+  m.impl("lstm", rankopt::lstm);
 }
 
 TORCH_LIBRARY_IMPL(rankopt, Meta, m) {
   m.impl("linear_int8", rankopt::linear_int8_shape);
   m.impl("linear_fp32", rankopt::linear_fp32_shape);
   m.impl("linear_fbgemm", rankopt::linear_fbgemm_shape);
+  m.impl("gru", rankopt::gru_shape);
+  m.impl("lstm", rankopt::lstm_shape);
 }
 
 // A compiled artifact calls these straight, without boxing its arguments for the dispatcher. They
@@ -105,6 +142,41 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_linear_fbgemm(
         *tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(weight),
         *tensor_handle_to_tensor_pointer(scale), pointer_to_optional<at::Tensor>(bias),
         *tensor_handle_to_tensor_pointer(handle)));
+  });
+}
+
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_gru(
+    AtenTensorHandle x, AtenTensorHandle lengths, AtenTensorHandle w_ih, AtenTensorHandle w_hh,
+    AtenTensorHandle* b_ih, AtenTensorHandle* b_hh, AtenTensorHandle* first, int32_t reverse,
+    AtenTensorHandle* outputs, AtenTensorHandle* last) {
+  using namespace torch::aot_inductor;
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    auto [all, end] = rankopt::gru(
+        *tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(lengths),
+        *tensor_handle_to_tensor_pointer(w_ih), *tensor_handle_to_tensor_pointer(w_hh),
+        pointer_to_optional<at::Tensor>(b_ih), pointer_to_optional<at::Tensor>(b_hh),
+        pointer_to_optional<at::Tensor>(first), reverse != 0);
+    *outputs = new_tensor_handle(std::move(all));
+    *last = new_tensor_handle(std::move(end));
+  });
+}
+
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_lstm(
+    AtenTensorHandle x, AtenTensorHandle lengths, AtenTensorHandle w_ih, AtenTensorHandle w_hh,
+    AtenTensorHandle* b_ih, AtenTensorHandle* b_hh, AtenTensorHandle* first,
+    AtenTensorHandle* memory, int32_t reverse, AtenTensorHandle* outputs, AtenTensorHandle* last,
+    AtenTensorHandle* last_memory) {
+  using namespace torch::aot_inductor;
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    auto [all, end, held] = rankopt::lstm(
+        *tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(lengths),
+        *tensor_handle_to_tensor_pointer(w_ih), *tensor_handle_to_tensor_pointer(w_hh),
+        pointer_to_optional<at::Tensor>(b_ih), pointer_to_optional<at::Tensor>(b_hh),
+        pointer_to_optional<at::Tensor>(first), pointer_to_optional<at::Tensor>(memory),
+        reverse != 0);
+    *outputs = new_tensor_handle(std::move(all));
+    *last = new_tensor_handle(std::move(end));
+    *last_memory = new_tensor_handle(std::move(held));
   });
 }
 

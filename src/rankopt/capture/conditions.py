@@ -1,0 +1,96 @@
+"""Where a model's code branches on data: the line, and how it went.
+
+A condition is what `any()` returned for a whole tensor and Python then asked for a truth value.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+_ANY = {torch.any, Tensor.any}
+_TRUTH: set[Any] = {Tensor.__bool__, Tensor.item}
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the model's code.
+
+    Attributes:
+        file: its path.
+        line: counted from 1.
+        text: the line, for a message.
+    """
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"`{self.text}` ({Path(self.file).name}:{self.line})"
+
+
+def users_line() -> Place:
+    """Find the line of the model's code that called torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return Place(file, line, linecache.getline(file, line).strip().rstrip(":"))
+
+
+def is_users(error: BaseException) -> bool:
+    """Tell whether the model's own code raised an error, and not torch on its behalf."""
+    trail = error.__traceback__
+    while trail is not None and trail.tb_next is not None:
+        trail = trail.tb_next
+    return trail is not None and not trail.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+
+
+class Conditions:
+    """Recognises conditions among the torch functions of one run."""
+
+    def __init__(self) -> None:
+        self._found: Any = WeakIdKeyDictionary()
+
+    def note(self, func: Any, result: Any) -> None:
+        """Remember a result that is a condition."""
+        if func in _ANY and isinstance(result, Tensor) and result.dim() == 0:
+            self._found[result] = True
+
+    def asks(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Tell whether a call asks a condition for its truth value."""
+        return func in _TRUTH and args[0] in self._found
+
+
+class Watching(TorchFunctionMode):
+    """Runs a model as it is and notes how its branches went.
+
+    Attributes:
+        branches: for each condition, the values it had.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches: dict[Place, list[bool]] = {}
+        self._conditions = Conditions()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._conditions.asks(func, args):
+            self.branches.setdefault(users_line(), []).append(bool(result))
+        self._conditions.note(func, result)
+        return result

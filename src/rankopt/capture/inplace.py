@@ -1,0 +1,90 @@
+"""Turn what serving does not need into nothing, and writes in place into plain results.
+
+Dropout outside training returns its input, and so do checks of dtypes that the input contract
+makes before. An operator that writes into a value which nobody else reads is the same as one that
+returns a new value; only the second kind can be moved or dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from rankopt.passes.emit import Emitter
+from rankopt.passes.graph import arguments, aten
+
+_DROPOUT = {
+    aten.dropout.default,
+    aten.dropout_.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+}
+
+
+def drop_identities(emitter: Emitter) -> int:
+    """Remove dropout outside training and checks of dtypes; returns how many dropouts."""
+    removed = 0
+    for node in list(emitter.graph.nodes):
+        if node.target in _DROPOUT and (_is_off(node)):
+            emitter.replace(node, arguments(node)[0])
+            removed += 1
+        elif node.target == aten._assert_tensor_metadata.default and not node.users:
+            emitter.graph.erase_node(node)
+    return removed
+
+
+def _is_off(node: Node) -> bool:
+    probability, train = arguments(node)[1], arguments(node)[2]
+    return train is False or probability == 0
+
+
+def plain_results(emitter: Emitter) -> int:
+    """Replace operators that write into a value of their own by plain ones; returns how many."""
+    changed = 0
+    for node in list(emitter.graph.nodes):
+        plain = _plain(node)
+        if plain is None:
+            continue
+        with emitter.before(node):
+            new = emitter.call(plain, *node.args, **node.kwargs)
+        before, after = node.meta["val"], new.meta["val"]
+        if after.dtype != before.dtype or str(after.shape) != str(before.shape):
+            # In place, a result takes its target's dtype; a plain one need not.
+            emitter.graph.erase_node(new)
+            continue
+        emitter.replace(node, new)
+        changed += 1
+    return changed
+
+
+def _plain(node: Node) -> Any:
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.startswith("_") or target.namespace != "aten":
+        return None
+    written = node.args[0] if node.args else None
+    if not isinstance(written, Node) or not _is_owned(written):
+        return None
+    if not isinstance(node.meta.get("val"), Tensor):
+        return None
+    packet = getattr(aten, name.removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def _is_owned(node: Node) -> bool:
+    """Tell whether a node's value is new memory that its one reader alone knows."""
+    target: Any = node.target
+    if node.op != "call_function" or len(node.users) != 1:
+        return False
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    # Returned as a view, or as the argument itself (`to`, `contiguous`, `reshape` may do either).
+    maybe_view = {"to", "contiguous", "reshape", "flatten", "dropout", "type_as", "ravel"}
+    name = target._schema.name.removeprefix("aten::")
+    return name not in maybe_view and all(r.alias_info is None for r in target._schema.returns)
