@@ -100,7 +100,7 @@ def _padded(lists: pd.Series, width: int) -> np.ndarray:
     return out
 
 
-def train(model: str, frame: pd.DataFrame, folder: Path, epochs: int = 1) -> Path:
+def train(model: str, frame: pd.DataFrame, folder: Path) -> Path:
     """Train with the library's `fit` and save what it calls the model's weights."""
     net = build(model)
     labels = frame[list(TASKS)] if model in MULTI_TASK_MODELS else frame[["label"]]
@@ -109,7 +109,7 @@ def train(model: str, frame: pd.DataFrame, folder: Path, epochs: int = 1) -> Pat
     net.compile("adam", loss)
     inputs = inputs_of(model, frame)
     ordered = {name: inputs[name] for name in net.feature_index}
-    net.fit(ordered, labels.to_numpy("float32"), batch_size=256, epochs=epochs, verbose=0)
+    net.fit(ordered, labels.to_numpy("float32"), batch_size=256, epochs=1, verbose=0)
     path = folder / "model.pt"
     torch.save(net.state_dict(), path)
     return path

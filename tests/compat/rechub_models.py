@@ -39,6 +39,11 @@ WITHOUT_LISTS = ("DeepFFM", "FatDeepFFM", "FiBiNet", "ESMM", "AFM")
 DISLIKE, LIKE = 1683, 1684
 """HSTU predicts the next token, and after a candidate that is what the user did with it."""
 
+TRAINING: dict[str, dict[str, Any]] = {
+    # Two that one epoch at the library's default rate leaves far from calibrated.
+    "FatDeepFFM": {"n_epoch": 2},
+    "DIEN": {"optimizer_params": {"lr": 3e-4, "weight_decay": 1e-5}},
+}
 MLP = {"dims": [256, 128], "dropout": 0.2}
 TOWER = {"dims": [64]}
 
@@ -140,11 +145,12 @@ def _padded(lists: pd.Series, width: int, side: str = "end") -> np.ndarray:
     return out
 
 
-def train(model: str, frame: pd.DataFrame, folder: Path, epochs: int = 1) -> Path:
+def train(model: str, frame: pd.DataFrame, folder: Path) -> Path:
     """Train with the library's trainer, which writes the weights into the folder itself."""
     torch.manual_seed(0)
     net = build(model)
-    settings: dict[str, Any] = {"n_epoch": epochs, "model_path": str(folder)}
+    settings: dict[str, Any] = {"n_epoch": 1, "model_path": str(folder)}
+    settings |= TRAINING.get(model, {})
     if model == "HSTUModel":
         return _train_hstu(net, frame, folder, settings)
     inputs = inputs_of(model, frame)

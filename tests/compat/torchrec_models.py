@@ -115,7 +115,7 @@ def batches(frame: pd.DataFrame, batch_size: int = 512) -> Iterator[Batch]:
         yield Batch(dense, sparse, torch.from_numpy(part["label"].to_numpy("float32")))
 
 
-def train(model: str, frame: pd.DataFrame, folder: Path, epochs: int = 1) -> Path:
+def train(model: str, frame: pd.DataFrame, folder: Path) -> Path:
     """Train one rank through the sparse pipeline and save the model's state_dict."""
     torch.manual_seed(0)
     store = f"file://{folder.resolve()}/rendezvous"
@@ -129,13 +129,12 @@ def train(model: str, frame: pd.DataFrame, folder: Path, epochs: int = 1) -> Pat
         sharded = DistributedModelParallel(WithLoss(net), device=device)
         optimizer = torch.optim.Adam(sharded.parameters(), lr=0.002)
         pipeline = TrainPipelineSparseDist(sharded, optimizer, device)
-        for _ in range(epochs):
-            steps = batches(frame)
-            while True:
-                try:
-                    pipeline.progress(steps)
-                except StopIteration:
-                    break
+        steps = batches(frame)
+        while True:
+            try:
+                pipeline.progress(steps)
+            except StopIteration:
+                break
         return _save(sharded, folder)
     finally:
         dist.destroy_process_group()
