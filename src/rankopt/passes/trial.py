@@ -27,8 +27,8 @@ from rankopt.units import NS_PER_MS
 TRIAL_PLAN = BenchPlan(
     batch_sizes=(1, 512),
     min_blocks=8,
-    max_blocks=16,
-    block_duration_ns=60 * NS_PER_MS,
+    max_blocks=12,
+    block_duration_ns=50 * NS_PER_MS,
     max_block_duration_ns=400 * NS_PER_MS,
     calls_per_block=5,
     min_num_samples=40,
