@@ -79,9 +79,9 @@ def table() -> str:
         f"{passing} of {len(rows)} pass. {environment['num_usable_cores']} cores of "
         f"{environment['cpu_model']}, torch {environment['libraries']['torch']}.",
         "",
-        "| library | model | verdict | passes kept | batch 1 | batch 512 | weights | NE change "
-        "| card |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| library | model | verdict | captured | passes kept | batch 1 | batch 512 | weights "
+        "| NE change | card |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *(_table_row(row) for row in rows)])
 
@@ -90,13 +90,25 @@ def _table_row(row: dict[str, Any]) -> str:
     name = f"{row['library']} {row['version']} | {row['model']}"
     if not row["exported"]:
         reason = row["error"].splitlines()[0].replace("|", "/")
-        return f"| {name} | not exported: {reason} | | | | | | {row['card_lines']} lines |"
+        return f"| {name} | not exported: {reason} | | | | | | | {row['card_lines']} lines |"
     kept = [kind for kind in row["kept_passes"] if kind != "export_aoti"]
-    cells = [name, row["verdict"], ", ".join(kept) or "none"]
+    cells = [name, row["verdict"], _captured(row["capture"]), ", ".join(kept) or "none"]
     cells += [_speedup(line, row["small_batch"]) for line in row["latency"]]
     cells.append(f"{row['size_ratio']:.2f}x smaller")
     cells.append(_quality(row["quality"]))
     return "| " + " | ".join([*cells, f"{row['card_lines']} lines"]) + " |"
+
+
+def _captured(notes: list[str]) -> str:
+    """Say in a few words what tracing had to do; the row holds the notes themselves."""
+    signs = {
+        "stays eager": "part left eager",
+        "is taken as always": "branches for every row",
+        "are computed on every row": "filters for every row",
+        "are run on padded rows": "GRU as one operator",
+    }
+    found = [words for sign, words in signs.items() if any(sign in note for note in notes)]
+    return ", ".join(found) or "as it is"
 
 
 def _speedup(line: dict[str, Any], small: int) -> str:

@@ -118,6 +118,22 @@ def test_an_order_that_cannot_work_is_refused(passes: list[Any], expected: str) 
     assert messages(with_passes(*passes)) == [expected]
 
 
+def test_batch_sizes_that_a_module_cannot_score_are_raised_in_gates_too() -> None:
+    raw = with_passes({"export_aoti": {}}, batch_sizes=[1, 2, 512])
+    raw["gates"] = {
+        "quality": {"ne": "0.1%"},
+        "latency": [
+            {"batch_size": 1, "min_speedup": 2.0},
+            {"batch_size": 512, "min_speedup": 1.5},
+        ],
+    }
+    lifted = parse_recipe(raw, where="r.yaml").at_least(2)
+    assert lifted.batch_sizes == (2, 512)
+    assert [gate.batch_size for gate in lifted.gates.latency] == [2, 512]
+    assert lifted.gates.latency[0].min_speedup == 2.0
+    assert lifted.gates.margins() == {"ne": 0.001}
+
+
 def test_every_problem_is_listed_at_once() -> None:
     raw = with_passes(
         {"quantize_embeddings": {"dtype": "int3", "min_rows": 0, "colour": "red"}},

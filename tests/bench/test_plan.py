@@ -75,3 +75,8 @@ def test_cores_are_at_least_one_and_follow_the_affinity():
         assert physical_cores_available() == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_sizes_below_what_a_module_can_score_are_raised() -> None:
+    assert BenchPlan(batch_sizes=(1, 2, 512)).at_least(2).batch_sizes == (2, 512)
+    assert BenchPlan(batch_sizes=(1, 512)).at_least(1).batch_sizes == (1, 512)
