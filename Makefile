@@ -48,7 +48,7 @@ results: $(INSTALLED)
 	@$(BIN)/python scripts/results.py measure $(ARGS)
 
 compat: $(INSTALLED)
-	@$(BIN)/python scripts/compat.py measure $(ARGS)
+	@$(BIN)/python scripts/compatibility.py measure $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -128,8 +128,8 @@ def alteration(value: Tensor) -> st.SearchStrategy[Tensor]:
 
 
 def with_entry(value: Tensor, position: int, entry: int) -> Tensor:
-    changed = value.clone()
-    changed.view(-1)[position] = entry
+    changed = value.contiguous().clone()
+    changed.reshape(-1)[position] = entry
     return changed
 
 

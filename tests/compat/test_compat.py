@@ -265,5 +265,5 @@ class TestCommittedResult:
     def test_the_page_shows_the_result(self) -> None:
         import subprocess
 
-        command = [sys.executable, str(ROOT / "scripts" / "compat.py"), "check"]
+        command = [sys.executable, str(ROOT / "scripts" / "compatibility.py"), "check"]
         assert subprocess.run(command, check=False).returncode == 0

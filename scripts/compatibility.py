@@ -1,8 +1,8 @@
 """Put every third-party model of benchmarks/compat.yaml through one recipe, and write the table.
 
-    python scripts/compat.py measure    train, optimise, compare, write the result (make compat)
-    python scripts/compat.py table      write the table of docs/compatibility.md from the result
-    python scripts/compat.py check      exit 1 when that table is not that of the result file
+    python scripts/compatibility.py measure    train, optimise, compare, write the result (make compat)
+    python scripts/compatibility.py table      write the table of docs/compatibility.md from the result
+    python scripts/compatibility.py check      exit 1 when that table is not that of the result file
 
 Rows are written one by one: a run that was stopped goes on with `measure --missing`. Nothing else
 should run on the machine.
@@ -142,7 +142,7 @@ def check() -> int:
     """Tell whether the table is that of the result file."""
     if PAGE.read_text(encoding="utf-8") == _page_with_table():
         return 0
-    print(f"{PAGE.name} is not that of the result file; run: python scripts/compat.py table")
+    print(f"{PAGE.name} is not that of the result file; run: python scripts/compatibility.py table")
     return 1
 
 
