@@ -26,13 +26,13 @@ from rankopt.units import NS_PER_MS
 
 TRIAL_PLAN = BenchPlan(
     batch_sizes=(1, 512),
-    min_blocks=8,
-    max_blocks=12,
+    min_blocks=6,
+    max_blocks=10,
     block_duration_ns=50 * NS_PER_MS,
     max_block_duration_ns=400 * NS_PER_MS,
     calls_per_block=5,
     min_num_samples=40,
-    warm_up_duration_ns=150 * NS_PER_MS,
+    warm_up_duration_ns=100 * NS_PER_MS,
     target_relative_width=0.06,
 )
 """Enough to tell a pass that loses from one that wins; the A/B measures the whole more closely."""
