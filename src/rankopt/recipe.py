@@ -19,6 +19,7 @@ from rankopt.models.card import ModelCard
 from rankopt.passes.base import Pass
 from rankopt.problems import problems_of_validation, take_reserved
 from rankopt.registry import pass_class, pass_kinds
+from rankopt.review.gate import Scope
 from rankopt.review.gates import Gates
 
 Objective = Literal["latency", "bytes", "cost"]
@@ -87,6 +88,8 @@ class Recipe(BaseModel):
                 problems.append(
                     Problem(f"{where}{suffix}", problem.what, problem.got, problem.hint)
                 )
+        names = tuple(output.name for output in card.outputs) if card else ()
+        problems += self.gates.quality.check("gates.quality", Scope(self.where, outputs=names))
         if "artifact" not in provided and not self.is_training:
             problems.append(
                 Problem(

@@ -144,11 +144,16 @@ def _compare(
 def _share(score: Any, reference: Any, references: list[Any]) -> float:
     import torch
 
-    if score.shape != reference.shape:
+    if score.shape != reference.shape or bool((score.isnan() != reference.isnan()).any()):
         return float("inf")
-    spread = float(torch.cat(references).double().std())
-    worst = float((score.double() - reference.double()).abs().max())
-    return worst / max(spread, 1e-6)
+    # Made-up rows may bring a logarithm of a negative number: NaN where the bundle says NaN is
+    # agreement, and so are equal infinities.
+    finite = torch.cat(references).double()
+    finite = finite[finite.isfinite()]
+    spread = float(finite.std()) if len(finite) > 1 else 0.0
+    same = (score == reference) | score.isnan()
+    apart = (score.double() - reference.double()).abs().masked_fill(same, 0.0)
+    return float(apart.max()) / max(spread, 1e-6)
 
 
 def _rows_alone(artifact: Any, manifest: Manifest) -> bool:

@@ -32,6 +32,9 @@ def absorb_followers(emitter: Emitter) -> Counter[str]:
     """Fold what follows each linear layer; returns how many of each kind."""
     done: Counter[str] = Counter()
     for linear in list(emitter.graph.find_nodes(op="call_function", target=aten.linear.default)):
+        value = fake(linear)
+        if value.dtype != torch.float32 or not isinstance(value.shape[-1], int):
+            continue  # a weight with one dim leaves the batch last
         while (kind := _absorb_next(emitter, linear)) is not None:
             done[kind] += 1
             if kind == "activation":
@@ -143,6 +146,8 @@ def _take_batch_norm(emitter: Emitter, linear: Node, top: Node, norm: Node) -> b
     path = str(inputs[1].target)
     weight, bias = constant(emitter.module, inputs[1]), constant(emitter.module, bias_node)
     if training or given[0] is not top or weight is None or is_shared(emitter, path):
+        return False
+    if weight.dtype != torch.float32 or weight.dim() != 2:
         return False
     values = [constant(emitter.module, node) for node in given[1:5]]
     read = [(bias_node, bias), *zip(given[1:5], values, strict=True)]

@@ -144,7 +144,7 @@ def _run_both(
             f"model scores: {type(error).__name__}: {error}\n{_NEXT_STEP}"
         ) from error
     for output, result, score in zip(card.outputs, results, expected, strict=True):
-        allowed = TOLERANCE * max(1.0, float(score.abs().nan_to_num().max()))
+        allowed = TOLERANCE * max(1.0, float(score.abs().nan_to_num(nan=0.0, posinf=0.0).max()))
         differs = ~torch.isclose(result, score, rtol=0.0, atol=allowed, equal_nan=True)
         if bool(differs.any()):
             largest = float((result - score)[differs].abs().max())

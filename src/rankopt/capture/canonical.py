@@ -17,13 +17,19 @@ from torch.fx import GraphModule
 
 from rankopt.capture.absorb import absorb_followers
 from rankopt.capture.folding import fold_constants
-from rankopt.capture.inplace import drop_identities, plain_results
+from rankopt.capture.inplace import (
+    drop_identities,
+    own_inputs,
+    plain_results,
+    views_to_reshapes,
+)
 from rankopt.capture.lookups import (
     blocks_to_whole_tables,
     indexing_to_lookups,
     padded_bags,
 )
 from rankopt.capture.max_norm import fold_max_norm
+from rankopt.capture.pieces import share_pieces
 from rankopt.capture.products import products_to_linears
 from rankopt.passes.emit import Emitter
 from rankopt.passes.graph import owner
@@ -48,9 +54,11 @@ def canonicalise(graph_module: GraphModule) -> tuple[str, ...]:
         notes.append(f"{_listed(scaled)}: rows scaled to max_norm once, not at every lookup")
     if unscaled:
         notes.append(
-            f"{_listed(unscaled)}: rows are scaled to max_norm while scoring, since other lookups "
-            "read them unscaled"
+            f"{_listed(unscaled)}: rows are scaled to max_norm while scoring, since not all that "
+            "reads them scales them alike"
         )
+    own_inputs(emitter)
+    views_to_reshapes(emitter)
     dropouts = drop_identities(emitter)
     plain_results(emitter)
     lookups = indexing_to_lookups(emitter) + blocks_to_whole_tables(emitter, axis=0)
@@ -60,6 +68,7 @@ def canonicalise(graph_module: GraphModule) -> tuple[str, ...]:
     linears, outer, tied = products_to_linears(emitter)
     followers = absorb_followers(emitter)
     bags = padded_bags(emitter)
+    repeated = share_pieces(emitter)
     counted = (
         (dropouts, "dropout outside training removed"),
         (lookups, "read of rows written as a lookup"),
@@ -70,6 +79,7 @@ def canonicalise(graph_module: GraphModule) -> tuple[str, ...]:
         (followers["batch_norm"], "batch normalisation folded into the layer before it"),
         (followers["activation"], "activation moved in front of a reshape"),
         (bags, "bag with a padding row written as a sum"),
+        (repeated, "concatenation that repeats its pieces written as a selection"),
     )
     notes += [f"{count} x {what}" for count, what in counted if count]
     if tied:

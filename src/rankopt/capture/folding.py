@@ -66,7 +66,7 @@ def fold_constants(emitter: Emitter) -> int:
 
 def _constant_nodes(emitter: Emitter) -> dict[Node, frozenset[str]]:
     """Map every node that depends on constants alone to the constants it depends on."""
-    tainted = _written(emitter.graph.nodes)
+    tainted = written_values(emitter.graph.nodes)
     known: dict[Node, frozenset[str]] = {}
     for node in emitter.graph.nodes:
         if node in tainted:
@@ -78,7 +78,7 @@ def _constant_nodes(emitter: Emitter) -> dict[Node, frozenset[str]]:
     return known
 
 
-def _written(nodes: Iterable[Node]) -> set[Node]:
+def written_values(nodes: Iterable[Node]) -> set[Node]:
     """Collect what an in-place operator writes into, through views."""
     written: set[Node] = set()
     for node in nodes:

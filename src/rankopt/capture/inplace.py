@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from rankopt.capture.folding import written_values
 from rankopt.passes.emit import Emitter
 from rankopt.passes.graph import arguments, aten
+from rankopt.passes.order import written_roots
 
 _DROPOUT = {
     aten.dropout.default,
@@ -40,6 +42,27 @@ def drop_identities(emitter: Emitter) -> int:
 def _is_off(node: Node) -> bool:
     probability, train = arguments(node)[1], arguments(node)[2]
     return train is False or probability == 0
+
+
+def own_inputs(emitter: Emitter) -> None:
+    """Copy the inputs that the graph writes into: they are the caller's."""
+    written = written_roots(emitter.graph)
+    inputs = list(emitter.graph.find_nodes(op="placeholder"))
+    for node in inputs:
+        if node in written:
+            with emitter.before(inputs[-1].next):
+                copy = emitter.call(aten.clone.default, node)
+            others = [user for user in node.users if user is not copy]
+            for user in others:
+                user.replace_input_with(node, copy)
+
+
+def views_to_reshapes(emitter: Emitter) -> None:
+    """Let views of results be reshapes: rewritten, a result may lie in memory otherwise."""
+    written = written_values(emitter.graph.nodes)
+    for node in emitter.graph.find_nodes(op="call_function", target=aten.view.default):
+        if node not in written:
+            node.target = aten.reshape.default
 
 
 def plain_results(emitter: Emitter) -> int:

@@ -94,13 +94,17 @@ _KEEP_SIGN: frozenset[Any] = frozenset(
 
 
 def _never_negative(emitter: Emitter, ids: Node) -> bool:
-    """Tell whether ids come from inputs (whose range the contract checks) and counts alone."""
+    """Tell whether ids come from ids (whose range the contract checks) and counts alone."""
     waiting, seen = [ids], set[Node]()
     while waiting:
         node = waiting.pop()
-        if node in seen or node.op == "placeholder":
+        if node in seen:
             continue
         seen.add(node)
+        if node.op == "placeholder":
+            if fake(node).is_floating_point():  # a real number may be anything
+                return False
+            continue
         value = constant(emitter.module, node)
         if value is not None:
             if value.numel() and float(value.min()) < 0:

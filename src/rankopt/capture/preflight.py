@@ -8,9 +8,10 @@ found is listed at once, each with the card's field.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from rankopt.capture.columns import Column, columns_of, made_up_rows
 from rankopt.capture.scores import ends_with_sigmoid, tasks_of
 from rankopt.errors import CardError, Problem
 from rankopt.models.card import ModelCard, Output, PackedInput
+from rankopt.quality.rows import PROBABILITY_SLACK
 
 OUTPUT_ROWS = 64
 """Rows on which an activation is judged when no real ones are given."""
@@ -97,7 +99,8 @@ def _check_columns(
                 after = call.raw(column.fill(rows, value))
             except Exception as error:
                 # With small ids all was well, so it is this column's value that does not fit.
-                if column.num_ids is not None or is_out_of_range(error):
+                first = value == column.probes[0]
+                if first and (column.num_ids is not None or is_out_of_range(error)):
                     found.problems.append(_misfit(call, rows, column, value, error))
                     matters = True
                     break
@@ -154,7 +157,7 @@ def _check_layout(call: ModuleCall, found: _Findings) -> None:
     """
     declared = getattr(call.module, "feature_index", None)
     packed = [(i, x) for i, x in enumerate(call.card.inputs) if isinstance(x, PackedInput)]
-    if not isinstance(declared, Mapping) or len(packed) != 1:
+    if not is_layout(declared) or len(packed) != 1:
         return
     ((index, item),) = packed
     told = {problem.where for problem in found.problems}
@@ -170,7 +173,7 @@ def _check_layout(call: ModuleCall, found: _Findings) -> None:
         )
     for position, (part, start) in enumerate(zip(item.columns, item.starts(), strict=True)):
         where = f"{call.card.where}: inputs[{index}].columns[{position}]"
-        places = declared.get(part.name)
+        places = declared.get(str(part.name))
         if places is None or tuple(places) == (start, start + part.width) or where in told:
             continue
         found.problems.append(
@@ -183,6 +186,16 @@ def _check_layout(call: ModuleCall, found: _Findings) -> None:
         )
 
 
+def is_layout(declared: object) -> TypeGuard[Mapping[str, tuple[int, int]]]:
+    """Tell whether an attribute is a layout: {name: (first place, one past the last)}."""
+    return isinstance(declared, Mapping) and all(
+        isinstance(places, tuple | list)
+        and len(places) == 2
+        and all(isinstance(place, int) for place in places)
+        for places in declared.values()
+    )
+
+
 def _span(start: int, stop: int) -> str:
     return f"place {start}" if stop == start + 1 else f"places {start} to {stop - 1}"
 
@@ -191,8 +204,10 @@ def _call_for_outputs(
     call: ModuleCall, features: Mapping[str, Tensor] | None, found: _Findings
 ) -> tuple[Mapping[str, Tensor], Any] | None:
     rows = features if features is not None else made_up_rows(call.card, OUTPUT_ROWS)
-    try:
+    with contextlib.suppress(Exception):  # such as .numpy() on what needs a gradient
         return rows, call.raw_with_history(rows)
+    try:
+        return rows, call.raw(rows)
     except Exception as error:
         # Ids that do not fit are told already, and better.
         if not found.problems:
@@ -236,7 +251,7 @@ def _check_activation(where: str, output: Output, score: Tensor, found: _Finding
     if not len(values):
         return
     low, high = float(values.min()), float(values.max())
-    inside = low >= 0 and high <= 1
+    inside = low >= -PROBABILITY_SLACK and high <= 1 + PROBABILITY_SLACK
     if output.activation == "probability" and not inside:
         what = "'probability' needs scores in [0, 1]"
         hint = "This looks like a logit: set activation: logit."

@@ -30,11 +30,13 @@ class Matrix:
         path: the constant it is read from.
         view: what the graph makes of that constant without copying it.
         value: the operand.
+        spelling: the view in words; two views of one constant may have the same shape.
     """
 
     path: str
     view: Callable[[Tensor], Tensor]
     value: Tensor
+    spelling: str = ""
 
 
 def products_to_linears(emitter: Emitter) -> tuple[int, int, list[str]]:
@@ -82,7 +84,12 @@ def _matrix(emitter: Emitter, node: object) -> Matrix | None:
         return None
     target, rest = _VIEWS[node.target], node.args[1:]
     before = inner.view
-    return Matrix(inner.path, lambda s: target(before(s), *rest), target(inner.value, *rest))
+    return Matrix(
+        inner.path,
+        lambda s: target(before(s), *rest),
+        target(inner.value, *rest),
+        f"{inner.spelling}.{node.target}{rest}",
+    )
 
 
 _VIEWS: dict[Any, Any] = {
@@ -114,7 +121,9 @@ def _linear(
     as_it_is = weight.data_ptr() == source.data_ptr() and weight.stride() == source.stride()
     if is_table(emitter.module, matrix.path) and not (as_it_is and weight.shape == source.shape):
         raise _NeedsCopy(matrix.path)
-    name = emitter.derive(matrix.path, f"linear {key} {tuple(weight.shape)}", make)
+    name = emitter.derive(
+        matrix.path, f"linear {matrix.spelling} {key} {tuple(weight.shape)}", make
+    )
     inputs = (x, emitter.read(name)) if bias is None else (x, emitter.read(name), bias)
     return emitter.call(aten.linear.default, *inputs)
 

@@ -22,6 +22,7 @@ from rankopt.cli.console import (
     RayAddress,
     Resume,
     Slo,
+    command_line,
     show_verdict,
 )
 
@@ -74,6 +75,7 @@ def ab(
             backend=given.choose_backend(ray_address, local=local),
             overwrite=overwrite,
             resume=resume,
+            reproduce=command_line(),
             progress=progress.step,
             detail=progress.update,
         )

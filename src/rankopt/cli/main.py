@@ -23,6 +23,7 @@ import typer.core
 import typer.main
 
 from rankopt._version import __version__
+from rankopt.cli.console import remember
 from rankopt.errors import EXIT_USAGE, RankoptError
 
 EXIT_INTERRUPTED = 130
@@ -113,6 +114,7 @@ def rankopt(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; the only place that catches everything."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    remember(arguments)
     command = typer.main.get_command(app)
     if not _debug():
         # What torch and torchrec say about their own next release is not for a user of rankopt.

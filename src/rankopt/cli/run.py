@@ -23,6 +23,7 @@ from rankopt.cli.console import (
     Resume,
     Slo,
     Threads,
+    command_line,
     show_verdict,
 )
 
@@ -71,6 +72,7 @@ def run(
             overwrite=overwrite,
             resume=resume,
             num_threads=num_threads,
+            reproduce=command_line(),
             progress=progress.step,
             detail=progress.update,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankopt.data.source import open_source
-from rankopt.errors import nearest
+from rankopt.errors import DataError, Problem, nearest
 from rankopt.jobs.card_draft import Entry
 
 if TYPE_CHECKING:
@@ -72,8 +72,11 @@ def look_at_data(path: Path) -> DataLook:
     files = files or {"test": path}
     source = open_source(files.get("train") or next(iter(files.values())))
     columns = source.column_names()
-    head = next(iter(source.batches(columns, LOOK_ROWS))).to_pandas()
-    return DataLook(files, columns, head)
+    batch = next(iter(source.batches(columns, LOOK_ROWS)), None)
+    if batch is None or not batch.num_rows:
+        hint = "Give data with at least one row."
+        raise DataError(problems=[Problem(source.name, "holds no rows", hint=hint)])
+    return DataLook(files, columns, batch.to_pandas())
 
 
 def data_entry(look: DataLook, folder: Path) -> Entry:
@@ -215,14 +218,23 @@ def _constant(groups: Any, name: str, key: str) -> bool:
     try:
         return int(groups[name].nunique(dropna=False).max()) <= 1
     except TypeError:  # lists cannot be hashed; as text they can
-        return bool(groups[name].agg(lambda lists: len({str(list(x)) for x in lists})).max() <= 1)
+        return bool(groups[name].agg(lambda lists: len({_as_text(x) for x in lists})).max() <= 1)
+
+
+def _as_text(value: Any) -> str:
+    return str(None if value is None else list(value))
+
+
+_BINARY = {"0", "1", "0.0", "1.0", "True", "False"}
 
 
 def _is_binary(column: pd.Series[Any]) -> bool:
-    if column.dtype.kind not in "biuf":
+    known = column.dropna()
+    # A csv file gives text, and lists cannot be hashed: both are compared as text.
+    if known.map(lambda value: hasattr(value, "__len__") and not isinstance(value, str)).any():
         return False
-    values = set(column.dropna().unique().tolist())
-    return bool(values) and values <= {0, 1}
+    values = set(known.astype(str).unique())
+    return bool(values) and values <= _BINARY
 
 
 def _first_of(wanted: tuple[str, ...], present: tuple[str, ...]) -> str | None:

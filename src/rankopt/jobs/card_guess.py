@@ -221,10 +221,12 @@ def size_ids(module: nn.Module, fields: Entry) -> None:
     rows = made_up_rows(card, NUM_ROWS, 1)
     # No id can be larger than the longest parameter; one that is was hashed or never read.
     sizes = [len(t) for t in (*module.parameters(), *module.buffers()) if t.dim()]
-    limit = min(max(sizes, default=1), MAX_FLOAT_ID)
+    largest = max(sizes, default=1)
     for index, entry in enumerate(fields["inputs"]):
         if not _is_open(entry):
             continue
+        as_floats = entry["kind"] == "packed" or entry.get("dtype") == "float32"
+        limit = min(largest, MAX_FLOAT_ID) if as_floats else largest
         own = [c for c in columns_of(card) if c.where.startswith(f"inputs[{index}]")]
         _SIZERS[entry["kind"]](entry, [_num_ids(call, rows, column, limit) for column in own])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from rankopt.capture.preflight import is_layout
 from rankopt.jobs.card_draft import Entry
 
 DEFAULT_LENGTH = 50
@@ -57,7 +58,7 @@ def packed_input(module: nn.Module) -> Entry | None:
     """
     declared = getattr(module, "feature_index", None)
     names = required_parameters(module)
-    if not isinstance(declared, Mapping) or not declared or len(names) != 1:
+    if not is_layout(declared) or not declared or len(names) != 1:
         return None
     objects = feature_objects(module)
     lists: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,10 +33,13 @@ def drafted_outputs(fields: Entry, module: nn.Module) -> list[Entry]:
 
 def _result(call: ModuleCall) -> Any:
     """Run the module on varied rows, or on the plain ones that it is known to take."""
-    try:
-        return call.raw_with_history(made_up_rows(call.card, OUTPUT_ROWS))
-    except Exception:  # such as a logarithm's complaint about negative numbers
-        return call.raw_with_history(made_up_rows(call.card, OUTPUT_ROWS, 1))
+    rows, plain = made_up_rows(call.card, OUTPUT_ROWS), made_up_rows(call.card, OUTPUT_ROWS, 1)
+    # A logarithm may complain about negative numbers, and .numpy() about what needs a gradient.
+    for run in (call.raw_with_history, call.raw):
+        for features in (rows, plain):
+            with contextlib.suppress(Exception):
+                return run(features)
+    return call.raw(plain)
 
 
 def unknown_output() -> Entry:

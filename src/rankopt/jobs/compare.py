@@ -18,6 +18,7 @@ from rankopt.environment import collect_environment
 from rankopt.errors import UsageError
 from rankopt.jobs.decisions import read_passes
 from rankopt.jobs.inputs import Progress, eager_arm, quiet
+from rankopt.models.build import require_checkpoint
 from rankopt.models.card import ModelCard, load_card
 from rankopt.output import staged_output
 from rankopt.recipe import Recipe, gates_at_least
@@ -122,6 +123,8 @@ class Comparison:
         self.baselines = {label: Path(folder) for label, folder in baselines.items()}
         self.price_per_hour = price_per_hour
         self.card = self._card()
+        if self.control_manifest is None:
+            require_checkpoint(self.card, checkpoint)
         chosen = plan if isinstance(plan, BenchPlan) else load_plan(plan)
         self.plan = chosen.at_least(self.card.min_batch)
         self.recipe, self.passes = self._passes()

@@ -55,7 +55,8 @@ def check_inputs(
     if scope is not None:
         problems += recipe.gates.check(replace(scope, where=recipe.where))
     if problems:
-        raise RecipeError(problems=problems)
+        # The quality gates are checked with the recipe and again with the rest of the gates.
+        raise RecipeError(problems=list({str(problem): problem for problem in problems}.values()))
     return recipe, card, environment
 
 

@@ -92,6 +92,7 @@ def optimize(
             num_threads,
             progress,
             detail,
+            overwrite,
         )
     return Path(out)
 
@@ -108,6 +109,7 @@ def optimize_into(
     num_threads: int | None,
     progress: Progress,
     detail: Progress,
+    overwrite: bool = False,
 ) -> None:
     """Write the artifact into a folder that is staged already; see `optimize`."""
     workdir = folder / ".work"
@@ -148,9 +150,8 @@ def optimize_into(
             progress=progress,
         )
         if baseline_out is not None and result.baseline is not None:
-            shutil.rmtree(baseline_out, ignore_errors=True)
-            baseline_out.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(result.baseline, baseline_out)
+            with staged_output(baseline_out, overwrite=overwrite) as place:
+                shutil.copytree(result.baseline, place, dirs_exist_ok=True)
         for item in result.artifact.iterdir():
             shutil.move(item, folder / item.name)
         write_choices(folder / PASSES, recipe, card, result.records)

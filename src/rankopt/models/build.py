@@ -67,14 +67,9 @@ def build_model(
         CardError: see `make_module`; or no checkpoint is named and random weights are not allowed.
         CheckpointError: the checkpoint cannot be read or does not fit.
     """
+    if not allow_random:
+        require_checkpoint(card, checkpoint)
     path = checkpoint_path(card, checkpoint)
-    if path is None and not allow_random:
-        problem = Problem(
-            f"{card.where}: checkpoint",
-            "is required, since nothing else names the weights",
-            hint="Name it in the card or with --checkpoint; `rankopt train` makes one.",
-        )
-        raise CardError(problems=[problem])
     module = make_module(card)
     if path is None:
         return BuiltModel(module.eval(), None)
@@ -86,6 +81,21 @@ def build_model(
     except RuntimeError as error:
         raise CheckpointError(problems=[Problem(str(path), f"does not load: {error}")]) from error
     return BuiltModel(module.eval(), path, stored.notes + matched.notes)
+
+
+def require_checkpoint(card: ModelCard, checkpoint: str | Path | None) -> None:
+    """Refuse to go on where neither names the weights.
+
+    Raises:
+        CardError: no checkpoint.
+    """
+    if checkpoint_path(card, checkpoint) is None:
+        problem = Problem(
+            f"{card.where}: checkpoint",
+            "is required, since nothing else names the weights",
+            hint="Name it in the card or with --checkpoint; `rankopt train` makes one.",
+        )
+        raise CardError(problems=[problem])
 
 
 def checkpoint_path(card: ModelCard, checkpoint: str | Path | None = None) -> Path | None:

@@ -76,6 +76,8 @@ class IdsInput(_Input):
 
     @model_validator(mode="after")
     def _one_range_per_column(self) -> IdsInput:
+        if min(self.ranges, default=0) < 1:
+            raise ValueError(f"num_ids must be at least 1; got {min(self.ranges, default=0)}")
         if isinstance(self.num_ids, tuple) and len(self.num_ids) != len(self.columns):
             raise ValueError(
                 f"num_ids must be one number or one per column ({len(self.columns)}); "
@@ -205,6 +207,10 @@ class PackedColumn(Strict):
             raise ValueError("length_of stands alone: num_ids and length belong to the list")
         if self.length is not None and self.num_ids is None:
             raise ValueError("a list (length) needs num_ids")
+        if self.length is not None and not 0 <= self.padding_id < (self.num_ids or 0):
+            raise ValueError(
+                f"padding_id must be an id in [0, {self.num_ids}); got {self.padding_id}"
+            )
         return self
 
     @property

@@ -214,6 +214,8 @@ def _index(result: Any, output: Output, card: ModelCard) -> Any:
 def _positions(result: Any) -> str:
     if isinstance(result, Mapping):
         return ", ".join(map(repr, result))
-    if isinstance(result, Tensor):
+    if isinstance(result, Tensor) and result.dim():
         return f"0 to {result.shape[-1] - 1} (columns of {list(result.shape)})"
-    return f"0 to {len(result) - 1}"
+    if isinstance(result, Sequence):
+        return f"0 to {len(result) - 1}"
+    return f"no index: the module returns a {type(result).__name__}, not a tensor, tuple or dict"

@@ -46,21 +46,24 @@ def replace(
         Names of the layers changed.
     """
     graph = module.graph
-    names: dict[str, str] = {}
+    # The module holds the bias too, and one weight may go with several.
+    names: dict[tuple[str, str], str] = {}
     for linear in linears:
         reason = _refusal(linear, configuration)
         if reason:
             context.note(f"{linear.layer}: left alone, {reason}")
             continue
-        if linear.layer not in names:
-            names[linear.layer] = free_name(module, f"torchao_{linear.layer}")
-            module.add_submodule(names[linear.layer], _quantised(linear, configuration))
+        bias = str(arguments(linear.node)[2]) if linear.bias is not None else ""
+        key = (linear.layer, bias)
+        if key not in names:
+            names[key] = free_name(module, f"torchao_{linear.layer}")
+            module.add_submodule(names[key], _quantised(linear, configuration))
         with graph.inserting_before(linear.node):
-            new = graph.call_module(names[linear.layer], (arguments(linear.node)[0],))
+            new = graph.call_module(names[key], (arguments(linear.node)[0],))
         linear.node.replace_all_uses_with(new)
     if names and configuration == "int4_weight_only":
         context.note("int4 weights take a byte each here: torchao packs them for its own kernels")
-    return list(names)
+    return list(dict.fromkeys(layer for layer, _ in names))
 
 
 def _refusal(linear: Linear, configuration: Configuration) -> str | None:

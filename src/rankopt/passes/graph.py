@@ -149,7 +149,7 @@ def find_linears(module: GraphModule) -> list[Linear]:
     found = []
     for node in module.graph.find_nodes(op="call_function", target=aten.linear.default):
         weight = constant(module, arguments(node)[1])
-        if weight is None or weight.dtype != torch.float32:
+        if weight is None or weight.dtype != torch.float32 or weight.dim() != 2:
             continue
         bias_node = arguments(node)[2] if len(node.args) > 2 else None
         bias = constant(module, bias_node)

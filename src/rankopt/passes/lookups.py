@@ -157,7 +157,10 @@ def _bag_lookup(node: Node, weight: Tensor) -> Lookup | None:
         return None
     mode = _MODES[values["mode"]]
     padding = values.get("padding_idx")
-    padding = None if padding is None or padding < 0 else padding
+    if padding is not None and padding < 0:
+        # Only the public overload counts from the end; to the others a negative one means none.
+        counts_back = node.target == aten.embedding_bag.padding_idx
+        padding = padding + len(weight) if counts_back else None
     unbatched = None
     if mode == "max":
         unbatched = "table-batched lookups pool by sum or mean, and this bag takes the maximum"
@@ -183,11 +186,13 @@ def _bag_lookup(node: Node, weight: Tensor) -> Lookup | None:
 def _refuse_table(source: Node, weight: Tensor) -> str | None:
     if weight.dtype != torch.float32:
         return f"its table is {weight.dtype}, not float32"
+    detached = [user for user in source.users if user.target == aten.detach.default]
     writers = [
         user
-        for detached in [source, *source.users]
-        for user in detached.users
-        if user.op == "call_function" and str(user.target).endswith("_.default")
+        for holder in [source, *detached]
+        for user in holder.users
+        if getattr(getattr(user.target, "_schema", None), "is_mutable", False)
+        and arguments(user)[:1] == (holder,)
     ]
     if writers:
         return f"{writers[0].target} changes its rows while scoring (max_norm)"

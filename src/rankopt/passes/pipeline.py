@@ -12,11 +12,11 @@ from rankopt.bundle import ModelBundle
 from rankopt.environment import Environment
 from rankopt.errors import ArtifactError, ExportError, RecipeError
 from rankopt.passes.base import Pass, PassContext
-from rankopt.passes.decision import decide, missed_gates, slow_byte_savers
-from rankopt.passes.trial import Trial, TrialBench, TrialTimes
+from rankopt.passes.decision import Gain, decide, missed_gates, slow_byte_savers
+from rankopt.passes.trial import Trial, TrialBench
 from rankopt.passes.tuning_quality import TuningQuality
 from rankopt.recipe import Recipe
-from rankopt.review.schema import LatencyRow, PassRecord
+from rankopt.review.schema import PassRecord
 
 Progress = Callable[[str], None]
 
@@ -42,7 +42,6 @@ class _Step:
 
     trial: Trial
     record: PassRecord
-    against_control: tuple[LatencyRow, ...] = ()
 
 
 def run_pipeline(
@@ -80,16 +79,17 @@ def run_pipeline(
         artifact, records = _replay(rewrites, bundle, bench, environment, workdir, choices)
         return _finish(artifact, None, records, export, progress)
     baseline = bench.compile(bundle, "baseline")
-    current, records, latest = baseline, list[PassRecord](), tuple[LatencyRow, ...]()
+    current, records = baseline, list[PassRecord]()
     for step in rewrites:
         progress(f"{step.kind}: rewriting")
         done = _measure(step, current, bench, quality, environment, workdir)
         records.append(done.record)
-        if done.record.kept:
-            current, latest = done.trial, done.against_control
+        current = done.trial
     slow = slow_byte_savers(records, [step.purpose for step in rewrites])
-    missed = missed_gates(recipe.gates, latest)
-    if slow and missed and recipe.objective != "bytes":
+    missed = list[str]()
+    if slow and recipe.objective != "bytes" and recipe.gates.latency:
+        missed = missed_gates(recipe.gates, bench.against_control(current))
+    if missed:
         records = [
             _dropped(record, missed) if index in slow else record
             for index, record in enumerate(records)
@@ -132,22 +132,21 @@ def _measure(
     except ExportError as error:
         reason = f"dropped, it does not compile here: {str(error).splitlines()[0]}"
         return _Step(current, _timed(blank, started_ns, reason=reason))
-    times = bench.time(current, trial, step.kind)
-    kept, reason = decide(step.purpose, times.gain, before.size_bytes, after.size_bytes)
-    record = _with_times(record, times, largest_drift(before, after))
+    gain = bench.time(current, trial, step.kind)
+    kept, reason = decide(step.purpose, gain, before.size_bytes, after.size_bytes)
+    record = _with_times(record, gain, largest_drift(before, after))
     return _Step(
         trial if kept else current,
         _timed(record, started_ns, reason=reason, kept=kept),
-        times.against_control,
     )
 
 
-def _with_times(record: PassRecord, times: TrialTimes, drift: float) -> PassRecord:
+def _with_times(record: PassRecord, gain: Gain, drift: float) -> PassRecord:
     return record.model_copy(
         update={
-            "measured_speedup": times.gain.speedup,
-            "ci_low": times.gain.ci_low,
-            "ci_high": times.gain.ci_high,
+            "measured_speedup": gain.speedup,
+            "ci_low": gain.ci_low,
+            "ci_high": gain.ci_high,
             "max_abs_drift": drift,
         }
     )

@@ -15,11 +15,11 @@ from typing import Any
 
 import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import GraphModule, Node
 
 from rankopt.passes.graph import add_constant, arguments, aten, fake
 from rankopt.passes.lookups import Lookup
+from rankopt.passes.order import memory_edges, sort
 from rankopt.tables import TYPE_CODES, TableBatch, TableDtype, pack_batch
 
 LOOKUP = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
@@ -65,10 +65,15 @@ def group_lookups(lookups: Sequence[Lookup]) -> list[Group]:
 
 def _levels(lookups: Sequence[Lookup]) -> dict[Node, int]:
     """Count for each lookup how many others its ids go through, one after the other."""
+    if not lookups:
+        return {}
     own = {lookup.node: lookup for lookup in lookups}
     levels: dict[Node, int] = {}
-    for node in lookups[0].node.graph.nodes if lookups else ():
-        above = max((levels[source] for source in node.all_input_nodes), default=0)
+    graph = lookups[0].node.graph
+    edges = memory_edges(graph)
+    for node in graph.nodes:
+        behind = (*node.all_input_nodes, *edges.get(node, ()))
+        above = max((levels[source] for source in behind), default=0)
         levels[node] = above
         if node in own:
             # The bag's own operator lies between its ids and its result, at the level of the ids.
@@ -95,6 +100,7 @@ def emit_groups(
     names = list(weights)
     batch, storage = pack_batch(names, list(weights.values()), [dtypes[name] for name in names])
     store = add_constant(module, "tables", storage)
+    edges = memory_edges(module.graph)
     for group in groups:
         with module.graph.inserting_before(_latest_input(module.graph, group).next):
             rows = _call(module, group, batch, store)
@@ -102,7 +108,7 @@ def emit_groups(
         for lookup, piece in zip(group.lookups, pieces, strict=True):
             lookup.node.replace_all_uses_with(piece)
         # Readers of an early lookup stood before the last index was ready; now they follow.
-        stable_topological_sort(module.graph)
+        sort(module.graph, edges)
     return store, batch
 
 

@@ -46,14 +46,6 @@ class Trial:
     artifact: Path
 
 
-@dataclass(frozen=True)
-class TrialTimes:
-    """A new trial against the one before and against the control."""
-
-    gain: Gain
-    against_control: tuple[LatencyRow, ...]
-
-
 class TrialBench:
     """Compiles and times trials of one model.
 
@@ -106,21 +98,25 @@ class TrialBench:
         )
         return Trial(bundle, folder)
 
-    def time(self, before: Trial, after: Trial, name: str) -> TrialTimes:
-        """Time control, the trial before and the new one in turns."""
+    def time(self, before: Trial, after: Trial, name: str) -> Gain:
+        """Time the trial before and the new one in turns."""
         self._progress(f"{name}: timing against the step before")
-        arms = [
-            self._control,
-            ArmSpec(label="after", kind="artifact", artifact=after.artifact),
-            ArmSpec(label="before", kind="artifact", artifact=before.artifact),
-        ]
+        return combine(self._paired(_arm("before", before), _arm("after", after)))
+
+    def against_control(self, trial: Trial) -> list[LatencyRow]:
+        """Time a trial and the eager control in turns."""
+        self._progress("timing the whole candidate against the control")
+        return self._paired(self._control, _arm("candidate", trial))
+
+    def _paired(self, left: ArmSpec, right: ArmSpec) -> list[LatencyRow]:
         records = time_arms(
-            arms, self._rows_file, self._plan, LocalBackend(), progress=self._detail
+            [left, right], self._rows_file, self._plan, LocalBackend(), progress=self._detail
         )
-        return TrialTimes(
-            gain=combine(latency_rows(records, "before", "after")),
-            against_control=tuple(latency_rows(records, self._control.label, "after")),
-        )
+        return latency_rows(records, left.label, right.label)
+
+
+def _arm(label: str, trial: Trial) -> ArmSpec:
+    return ArmSpec(label=label, kind="artifact", artifact=trial.artifact)
 
 
 def trial_plan(batch_sizes: Sequence[int], num_threads: int | None = None) -> BenchPlan:

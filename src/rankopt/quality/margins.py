@@ -27,7 +27,8 @@ MAX_ROWS_FACTOR = 1000
 class PairedChange:
     """A metric in both arms, its change and the two-sided 95 % interval of the change.
 
-    The interval is None, with a reason, where the rows cannot give one.
+    The interval is None, with a reason, where the rows cannot give one. Its width falls as the
+    number of rows to the power of -1 / `rate`: 2 for a mean, 1 for a bound on something never seen.
     """
 
     control: float
@@ -35,6 +36,7 @@ class PairedChange:
     delta: float
     interval: tuple[float, float] | None
     reason: str | None = None
+    rate: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -142,13 +144,13 @@ def _rows_to_decide(change: PairedChange, limits: Limits, num_rows: int) -> int 
     if keep_low <= change.delta <= keep_high:
         # Heading for a pass: each end must come inside its limit.
         factors = [
-            _rows_factor(change.delta - low, change.delta - keep_low),
-            _rows_factor(high - change.delta, keep_high - change.delta),
+            _rows_factor(change, change.delta - low, change.delta - keep_low),
+            _rows_factor(change, high - change.delta, keep_high - change.delta),
         ]
     elif change.delta > keep_high:
-        factors = [_rows_factor(change.delta - low, change.delta - keep_high)]
+        factors = [_rows_factor(change, change.delta - low, change.delta - keep_high)]
     else:
-        factors = [_rows_factor(high - change.delta, keep_low - change.delta)]
+        factors = [_rows_factor(change, high - change.delta, keep_low - change.delta)]
     factor = max(factors)
     if factor > MAX_ROWS_FACTOR:
         return None
@@ -158,10 +160,10 @@ def _rows_to_decide(change: PairedChange, limits: Limits, num_rows: int) -> int 
     return max(int(math.ceil(rows / digit) * digit), num_rows + 1)
 
 
-def _rows_factor(half_width: float, distance: float) -> float:
+def _rows_factor(change: PairedChange, half_width: float, distance: float) -> float:
     if half_width == 0:
         return 0.0
-    return (half_width / distance) ** 2 if distance > 0 else math.inf
+    return (half_width / distance) ** change.rate if distance > 0 else math.inf
 
 
 def _reason(
@@ -183,7 +185,7 @@ def _reason(
         return f"{text}, beyond the margin of {allowed}"
     text = f"{text}, which does not settle the margin of {allowed}"
     if rows_to_decide is None:
-        return f"{text}; the change sits at the margin, so more rows would hardly decide it"
+        return f"{text}; more than {MAX_ROWS_FACTOR:,} times these rows would be needed"
     return f"{text}; about {rows_to_decide:,} rows would decide it"
 
 

@@ -178,7 +178,8 @@ def paired_change(
         return PairedChange(control, candidate, delta, None, reason)
     rarer = int(min(labels_N.sum(), len(labels_N) - labels_N.sum()))
     if rarer < 2:
-        reason = "one class has a single row, so there is no spread to judge by"
+        some = "a single row" if rarer else "no row"
+        reason = f"one class has {some}, so there is no spread to judge by"
         return PairedChange(control, candidate, delta, None, reason)
     interval = _interval(metric, control_N, candidate_N, labels_N, clusters_N, delta, seed)
     if interval is None:
@@ -188,7 +189,7 @@ def paired_change(
         # Groups were reordered and none of them moved the metric: that says how rare such a group
         # is at most, and a value in [0, 1] moves by 1 at most (Clopper and Pearson, 1934).
         most = 1 - ((1 - CONFIDENCE) / 2) ** (1 / num_clusters)
-        interval = (-most, most)
+        return PairedChange(control, candidate, delta, (-most, most), rate=1.0)
     if interval[0] == interval[1] != 0 and num_clusters < FEW_CLUSTERS:
         reason = f"the change has no spread over only {num_clusters} clusters"
         return PairedChange(control, candidate, delta, None, reason)
