@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,10 +38,7 @@ def measure_all(chosen: list[Entry], work: Path, missing_only: bool) -> None:
         checkpoint(entry)
     for number, entry in enumerate(todo, 1):
         print(f"[{number}/{len(todo)}] {entry.name}", flush=True)
-        out = work / entry.library / entry.model
-        row = measure(entry, out)
-        # An artifact is a few MiB of compiled code; forty-five of them are not worth keeping.
-        shutil.rmtree(out / "baseline", ignore_errors=True)
+        row = measure(entry, work / entry.library / entry.model)
         rows[entry.library, entry.model] = row
         print(f"  {row['error'] or row['verdict']}", flush=True)
         _write([rows[e.library, e.model] for e in entries() if (e.library, e.model) in rows])

@@ -1,6 +1,7 @@
 """Put one third-party model through the recipe: train it in its own library, optimise, compare.
 
-The steps are those of a user: a checkpoint that the library saved, a card, `rankopt run`.
+The steps are those of a user: a checkpoint that the library saved, a card, `rankopt optimize` and
+`rankopt ab`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from rankopt.bench.plan import BenchPlan, load_plan
 from rankopt.data.cache import cached_folder
 from rankopt.data.splits import open_splits
 from rankopt.errors import RankoptError
-from rankopt.jobs.run import run
+from rankopt.jobs.compare import compare
+from rankopt.jobs.optimize import optimize
 from rankopt.models.build import resolve_factory
 from rankopt.models.card import ModelCard, load_card
 from rankopt.recipe import Recipe, load_recipe
@@ -117,19 +119,25 @@ def measure(entry: Entry, out: Path, plan: BenchPlan | None = None) -> dict[str,
         "error": None,
     }
     try:
-        report = run(
+        weights = checkpoint(entry)
+        artifact = optimize(
             recipe(),
             entry.card_file,
-            checkpoint(entry),
+            weights,
             out=out,
-            plan=plan or load_plan("ab-quick"),
-            backend=LocalBackend(),
             overwrite=True,
             progress=lambda line: print(f"  {line}", flush=True),
         )
+        report = compare(
+            entry.card_file,
+            artifact,
+            checkpoint=weights,
+            plan=plan or load_plan("ab-quick"),
+            backend=LocalBackend(),
+        )
     except RankoptError as error:
         return row | {"error": str(error)}
-    return row | _figures(report, load_card(entry.card_file).min_batch, out / "artifact")
+    return row | _figures(report, load_card(entry.card_file).min_batch, artifact)
 
 
 def _figures(report: Report, small: int, artifact: Path) -> dict[str, Any]:
@@ -152,7 +160,6 @@ def _figures(report: Report, small: int, artifact: Path) -> dict[str, Any]:
         "speedup_1": latency[small].speedup,
         "speedup_512": latency[512].speedup,
         "latency": [line.model_dump(mode="json") for line in report.latency],
-        "baselines": [line.model_dump(mode="json") for line in report.baselines],
         "size_ratio": _ratio(report.size.control_bytes, report.size.candidate_bytes),
         "size": report.size.model_dump(mode="json"),
         "ne_change": max((delta for delta in ne if delta is not None), default=None),
