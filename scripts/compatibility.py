@@ -1,8 +1,8 @@
 """Put every third-party model of benchmarks/compat.yaml through one recipe, and write the table.
 
-    python scripts/compatibility.py measure    train, optimise, compare, write the result (make compat)
-    python scripts/compatibility.py table      write the table of docs/compatibility.md from the result
-    python scripts/compatibility.py check      exit 1 when that table is not that of the result file
+    scripts/compatibility.py measure    train, optimise, compare, write the result (make compat)
+    scripts/compatibility.py table      write the table of docs/compatibility.md from the result
+    scripts/compatibility.py check      exit 1 when that table is not that of the result file
 
 Rows are written one by one: a run that was stopped goes on with `measure --missing`. Nothing else
 should run on the machine.
