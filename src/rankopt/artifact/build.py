@@ -32,6 +32,7 @@ from rankopt.artifact.manifest import (
     sha256_file,
 )
 from rankopt.artifact.parts import write_parts
+from rankopt.bench.plan import raised
 from rankopt.bundle import ModelBundle
 from rankopt.capture.export import MAX_BATCH
 from rankopt.capture.parts import parts_in
@@ -99,6 +100,7 @@ def write_artifact(
             for output in bundle.card.outputs
         ),
         max_batch=MAX_BATCH,
+        min_batch=bundle.card.min_batch,
         constants=entries,
         packed_for_fbgemm=fbgemm_layers(unlifted),
         parts=stored.entries,
@@ -181,7 +183,7 @@ def make_checks(bundle: ModelBundle) -> dict[str, Tensor]:
     """Run the bundle on made-up rows; real rows would carry users' data into the artifact."""
     contract = contract_of(bundle.card)
     tensors: dict[str, Tensor] = {}
-    for batch in CHECK_BATCHES:
+    for batch in raised(CHECK_BATCHES, bundle.card.min_batch):
         generator = torch.Generator().manual_seed(CHECK_SEED + batch)
         features = random_features(contract, batch, generator)
         scores = bundle.run(features)

@@ -222,7 +222,10 @@ def encode_contract(contract: Sequence[InputContract]) -> Tensor:
 
 
 def explain(
-    contract: Sequence[InputContract], features: Mapping[str, Tensor], max_batch: int
+    contract: Sequence[InputContract],
+    features: Mapping[str, Tensor],
+    max_batch: int,
+    min_batch: int = 1,
 ) -> list[Problem]:
     """List everything in which a call breaks the contract; empty when it keeps it."""
     problems = _names(contract, features)
@@ -244,8 +247,8 @@ def explain(
                     rows,
                 )
             )
-    if not problems and batch is not None and not 1 <= batch <= max_batch:
-        problems.append(Problem("inputs", f"must have 1 to {max_batch} rows", batch))
+    if not problems and batch is not None and not min_batch <= batch <= max_batch:
+        problems.append(Problem("inputs", f"must have {min_batch} to {max_batch} rows", batch))
     if not problems:
         for entry in contract:
             problems += _values(entry, contract, features)

@@ -80,6 +80,8 @@ class Manifest(_Frozen):
     inputs: tuple[InputContract, ...]
     outputs: tuple[OutputEntry, ...]
     max_batch: int
+    min_batch: int = 1
+    """Fewest rows of a call: the card's, where the module's own code cannot score a single one."""
     constants: tuple[ConstantEntry, ...]
     packed_for_fbgemm: dict[str, tuple[str, str]] = Field(default_factory=dict)
     """Handle constant -> its weight and scale constants, packed when the artifact is loaded."""

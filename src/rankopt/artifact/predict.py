@@ -127,10 +127,12 @@ def _probabilities(artifact: LoadedArtifact, rows: Rows, batch_size: int) -> dic
     parts: dict[str, list[torch.Tensor]] = {entry.name: [] for entry in outputs}
     for start in range(0, rows.num_rows, batch_size):
         stop = min(start + batch_size, rows.num_rows)
-        scores = artifact(rows.slice(start, stop).features)
+        # A call of too few rows reaches back over rows that are scored already.
+        first = max(0, min(start, stop - artifact.manifest.min_batch))
+        scores = artifact(rows.slice(first, stop).features)
         for entry in outputs:
             # In float64, as the A/B judges them: a logit of 20 is not yet 1 there.
-            wide = scores[entry.name].double()
+            wide = scores[entry.name][start - first :].double()
             parts[entry.name].append(torch.sigmoid(wide) if entry.activation == "logit" else wide)
     return {name: pa.array(torch.cat(found).numpy()) for name, found in parts.items()}
 

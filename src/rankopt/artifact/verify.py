@@ -29,7 +29,8 @@ class Verification(BaseModel):
 
     Attributes:
         largest_difference: from the bundle's outputs, as a share of their spread.
-        rows_alone_equal: a row scored the same bits alone and inside a batch.
+        rows_alone_equal: a row scored the same bits alone and inside a batch; None where the model
+            scores no single row.
         batch_sizes: sizes that ran.
         isa: the kernels' instruction set here, which may differ from where it was judged.
     """
@@ -88,7 +89,7 @@ def _verify_here(folder: Path) -> Verification:
     problems: list[str] = []
     try:
         difference, sizes = _compare(artifact, folder, manifest, problems)
-        alone = _rows_alone(artifact, manifest)
+        alone = _rows_alone(artifact, manifest) if manifest.min_batch == 1 else None
     except RankoptError as error:  # a part that stays eager may raise
         return Verification(artifact=str(folder), problems=(str(error),))
     notes = []

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 
 from rankopt.artifact.contract import contract_of, random_features
+from rankopt.bench.plan import raised
 from rankopt.capture.branches import Capture
 from rankopt.capture.conditions import Place, Watching
 from rankopt.errors import ExportError
@@ -89,7 +90,7 @@ def _batches(card: ModelCard) -> Iterator[tuple[Tensor, ...]]:
     longest = [length for entry in contract for length in entry.longest]
     longest += [item.stop - item.start for entry in contract for item in entry.lists]
     half_empty = 1.0 / (max(longest, default=1) + 1)
-    for batch in BATCHES:
+    for batch in raised(BATCHES, card.min_batch):
         for index, fill in enumerate((0.0, half_empty, 0.1, 0.5, 1.0)):
             generator = torch.Generator().manual_seed(SEED + 10 * batch + index)
             features = random_features(contract, batch, generator, fill=fill)

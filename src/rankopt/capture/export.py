@@ -71,7 +71,7 @@ def trace_example(card: ModelCard) -> dict[str, Tensor]:
 
 def dynamic_shapes(card: ModelCard, module: nn.Module | None = None) -> Any:
     """Name the dynamic dims of every flat input: B rows, and one L per ragged input."""
-    batch = Dim("B", min=1, max=MAX_BATCH)
+    batch = Dim("B", min=card.min_batch, max=MAX_BATCH)
     shapes: list[dict[int, Any]] = []
     for item in card.inputs:
         if isinstance(item, KjtInput | RaggedIdsInput):

@@ -216,7 +216,7 @@ def _finish(
         bytes_before=size_bytes,
         bytes_after=size_bytes,
         duration_ns=time.perf_counter_ns() - started_ns,
-        details=() if verification.rows_alone_equal else (ROWS_DIFFER,),
+        details=(ROWS_DIFFER,) if verification.rows_alone_equal is False else (),
     )
     return PipelineResult(
         artifact=current.artifact,
