@@ -398,8 +398,9 @@ def test_anything_else_names_the_authors_line_and_what_was_given() -> None:
 
 
 def test_code_that_cannot_score_one_row_is_told() -> None:
-    (note,) = check_module(card([ids()]), Forward(lambda s: s.repeat(1, 2).squeeze()[:, 0]).eval())
-    assert note.startswith("the model's own code cannot score one row: too many indices")
+    (problem,) = refusal(card([ids()]), Forward(lambda s: s.repeat(1, 2).squeeze()[:, 0]))
+    assert "min_batch: must be 2" in problem
+    assert "cannot score one row: too many indices" in problem
 
 
 def test_code_that_cannot_take_an_empty_list_is_told() -> None:

@@ -137,6 +137,8 @@ def measure(entry: Entry, out: Path, plan: BenchPlan | None = None) -> dict[str,
         )
     except RankoptError as error:
         return row | {"error": str(error)}
+    except Exception as error:  # one class that breaks something must not end the run of the others
+        return row | {"error": f"a fault of rankopt: {type(error).__name__}: {error}"}
     return row | _figures(report, load_card(entry.card_file).min_batch, artifact)
 
 

@@ -69,9 +69,10 @@ def check_module(
     if features is not None or not found.problems:
         rows, result = _call_for_outputs(call, features, found) or (rows, result)
     _check_outputs(call, rows, result, found)
+    if not found.problems:
+        _try_odd_rows(call, found)
     if found.problems:
         raise CardError(problems=found.problems)
-    _try_odd_rows(call, found)
     return tuple(found.notes)
 
 
@@ -287,8 +288,13 @@ def _try_odd_rows(call: ModuleCall, found: _Findings) -> None:
     if call.card.min_batch == 1:
         refusal = refuses_rows(call, 1)
         if refusal is not None:
-            found.notes.append(
-                f"the model's own code cannot score one row{_because(refusal)}; set min_batch: 2"
+            found.problems.append(
+                Problem(
+                    f"{call.card.where}: min_batch",
+                    f"must be 2, since the model's own code cannot score one row{_because(refusal)}",
+                    1,
+                    "Set min_batch: 2 in the card.",
+                )
             )
     refusal = refuses_empty(call)
     if refusal is not None:
