@@ -46,11 +46,13 @@ def measure_all(chosen: list[Entry], work: Path, missing_only: bool) -> None:
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
+    measured = {(row["library"], row["model"]) for row in rows}
     content = {
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": collect_environment().model_dump(mode="json", exclude={"compiler"}),
         "command": COMMAND,
         "recipe": recipe().name,
+        "not_measured": [e.name for e in entries() if (e.library, e.model) not in measured],
         "rows": rows,
     }
     RESULT.parent.mkdir(parents=True, exist_ok=True)
@@ -69,11 +71,13 @@ def table() -> str:
     content = _read()
     rows = content["rows"]
     passing = sum(row["passing"] for row in rows)
+    missing = content["not_measured"]
+    rest = f" Not measured yet: {', '.join(missing)}." if missing else ""
     environment = content["environment"]
     lines = [
         f"`{content['command']}`, {content['made_at'][:10]}, recipe `{content['recipe']}`: "
         f"{passing} of {len(rows)} pass. {environment['num_usable_cores']} cores of "
-        f"{environment['cpu_model']}, torch {environment['libraries']['torch']}.",
+        f"{environment['cpu_model']}, torch {environment['libraries']['torch']}.{rest}",
         "",
         "| library | model | verdict | captured | passes kept | batch 1 | batch 512 | weights "
         "| NE change | card |",

@@ -291,7 +291,7 @@ def _try_odd_rows(call: ModuleCall, found: _Findings) -> None:
             found.problems.append(
                 Problem(
                     f"{call.card.where}: min_batch",
-                    f"must be 2, since the model's own code cannot score one row{_because(refusal)}",
+                    f"must be 2: the model's own code cannot score one row{_because(refusal)}",
                     1,
                     "Set min_batch: 2 in the card.",
                 )
