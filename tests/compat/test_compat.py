@@ -25,11 +25,12 @@ import yaml
 from compat.suite import Entry, entries, recipe, slower
 from rankopt.artifact.build import write_artifact
 from rankopt.artifact.contract import contract_of, random_features
+from rankopt.artifact.predict import predict
 from rankopt.artifact.verify import verify_artifact
 from rankopt.bundle import build_bundle
 from rankopt.capture.preflight import check_module
 from rankopt.environment import collect_environment
-from rankopt.errors import CardError
+from rankopt.errors import CardError, ContractError
 from rankopt.jobs.optimize import optimize
 from rankopt.models.build import build_module, resolve_factory
 from rankopt.models.card import ModelCard, load_card
@@ -65,7 +66,12 @@ CAPTURED = (
     "torch-rechub-HSTUModel",
     "torchrec-DLRM_DCN",
 )
-COMPILED = ("deepctr-torch-DIEN", "torch-rechub-MMOE", "torchrec-SimpleDeepFMNN")
+COMPILED = (
+    "deepctr-torch-DCNMix",
+    "deepctr-torch-DIEN",
+    "torch-rechub-MMOE",
+    "torchrec-SimpleDeepFMNN",
+)
 
 
 def code_of(card: ModelCard) -> ModuleType:
@@ -188,6 +194,19 @@ def test_the_artifact_agrees_with_the_library(name: str, compiled: Any) -> None:
             # Weights after a few steps on made-up rows: scores hardly differ between rows, and what
             # int8 may change is a share of the layers' own scale.
             torch.testing.assert_close(found, score, rtol=0.0, atol=0.03)
+
+
+def test_a_model_that_scores_no_single_row_has_an_artifact_that_says_so(
+    compiled: Any, tmp_path: Path
+) -> None:
+    card, _, folder = compiled("deepctr-torch-DCNMix")
+    artifact = load_artifact(folder)
+    one = random_features(contract_of(card), 1, torch.Generator().manual_seed(0))
+    with pytest.raises(ContractError, match="must have 2 to"):
+        artifact(one)
+    # The last call would be of one row: it reaches back over one that is scored already.
+    out = predict(folder, rows_like(card, 17), tmp_path / "scores.parquet", batch_size=16)
+    assert pd.read_parquet(out)["like"].notna().sum() == 17
 
 
 def wrong_cards() -> Iterator[Any]:
