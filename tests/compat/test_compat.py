@@ -25,7 +25,7 @@ import yaml
 from compat.suite import Entry, entries, recipe, slower
 from rankopt.artifact.build import write_artifact
 from rankopt.artifact.contract import contract_of, random_features
-from rankopt.artifact.predict import predict
+from rankopt.artifact.predict import predict_file
 from rankopt.artifact.verify import verify_artifact
 from rankopt.bundle import build_bundle
 from rankopt.capture.preflight import check_module
@@ -205,8 +205,9 @@ def test_a_model_that_scores_no_single_row_has_an_artifact_that_says_so(
     with pytest.raises(ContractError, match="must have 2 to"):
         artifact(one)
     # The last call would be of one row: it reaches back over one that is scored already.
-    out = predict(folder, rows_like(card, 17), tmp_path / "scores.parquet", batch_size=16)
-    assert pd.read_parquet(out)["like"].notna().sum() == 17
+    out = tmp_path / "scores.parquet"
+    assert predict_file(folder, rows_like(card, 17), out, batch_size=16) == 17
+    assert pd.read_parquet(out)["like"].between(0, 1).sum() == 17
 
 
 def wrong_cards() -> Iterator[Any]:

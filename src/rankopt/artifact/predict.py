@@ -68,8 +68,9 @@ def predict_file(
     """
     folder = Path(artifact)
     manifest = read_manifest(folder)
-    if not 1 <= batch_size <= manifest.max_batch:
-        problem = Problem("batch_size", f"must be 1 to {manifest.max_batch}", batch_size)
+    if not manifest.min_batch <= batch_size <= manifest.max_batch:
+        what = f"must be {manifest.min_batch} to {manifest.max_batch}"
+        problem = Problem("batch_size", what, batch_size)
         raise UsageError(problems=[problem])
     if any(entry.name == ROW_ID for entry in manifest.outputs):
         raise ArtifactError(
