@@ -22,9 +22,9 @@ from rankopt.cli.console import (
     RayAddress,
     Resume,
     Slo,
-    command_line,
     show_verdict,
 )
+from rankopt.cli.main import command_line
 
 app = typer.Typer()
 

@@ -8,7 +8,6 @@ plain line of its own.
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -24,19 +23,6 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from rankopt.review.schema import PassRecord, Report
-
-_arguments: list[str] = []
-
-
-def remember(arguments: Sequence[str]) -> None:
-    """Keep the arguments of this command, for `command_line`."""
-    _arguments[:] = arguments
-
-
-def command_line() -> str:
-    """Write the command that is running, for the report's `reproduce`."""
-    return shlex.join(["rankopt", *_arguments])
-
 
 # A pipe gets an update at most this often: logs are read, not watched.
 _PLAIN_INTERVAL_NS = 10 * NS_PER_S

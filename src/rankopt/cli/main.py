@@ -23,7 +23,6 @@ import typer.core
 import typer.main
 
 from rankopt._version import __version__
-from rankopt.cli.console import remember
 from rankopt.errors import EXIT_USAGE, RankoptError
 
 EXIT_INTERRUPTED = 130
@@ -111,10 +110,18 @@ def rankopt(
         os.environ["RANKOPT_DEBUG"] = "1"
 
 
+_arguments: list[str] = []
+
+
+def command_line() -> str:
+    """Write the command that is running, for the report's `reproduce`."""
+    return shlex.join(["rankopt", *_arguments])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; the only place that catches everything."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    remember(arguments)
+    _arguments[:] = arguments
     command = typer.main.get_command(app)
     if not _debug():
         # What torch and torchrec say about their own next release is not for a user of rankopt.

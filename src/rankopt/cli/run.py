@@ -23,9 +23,9 @@ from rankopt.cli.console import (
     Resume,
     Slo,
     Threads,
-    command_line,
     show_verdict,
 )
+from rankopt.cli.main import command_line
 
 app = typer.Typer()
 
