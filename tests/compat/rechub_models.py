@@ -44,8 +44,16 @@ TRAINING: dict[str, dict[str, Any]] = {
     "FatDeepFFM": {"n_epoch": 2},
     "DIEN": {"optimizer_params": {"lr": 3e-4, "weight_decay": 1e-5}},
 }
-MLP = {"dims": [256, 128], "dropout": 0.2}
-TOWER = {"dims": [64]}
+
+
+def mlp() -> dict[str, Any]:
+    """Make the settings of an MLP anew: EDCN writes its own sizes into what it is given."""
+    return {"dims": [256, 128], "dropout": 0.2}
+
+
+def tower() -> dict[str, Any]:
+    """Make the settings of a task's tower."""
+    return {"dims": [64]}
 
 
 class HSTURanker(HSTUModel):
@@ -81,21 +89,21 @@ def build(model: str) -> nn.Module:
         return _multi_task_model(model, features)
     factory = getattr(ranking, model)
     arguments: dict[str, dict[str, Any]] = {
-        "WideDeep": {"wide_features": features, "deep_features": features, "mlp_params": MLP},
-        "DeepFM": {"deep_features": features, "fm_features": features, "mlp_params": MLP},
-        "DCN": {"features": features, "n_cross_layers": 3, "mlp_params": MLP},
-        "DCNv2": {"features": features, "n_cross_layers": 3, "mlp_params": MLP},
-        "EDCN": {"features": features, "n_cross_layers": 3, "mlp_params": MLP},
+        "WideDeep": {"wide_features": features, "deep_features": features, "mlp_params": mlp()},
+        "DeepFM": {"deep_features": features, "fm_features": features, "mlp_params": mlp()},
+        "DCN": {"features": features, "n_cross_layers": 3, "mlp_params": mlp()},
+        "DCNv2": {"features": features, "n_cross_layers": 3, "mlp_params": mlp()},
+        "EDCN": {"features": features, "n_cross_layers": 3, "mlp_params": mlp()},
         "AFM": {"fm_features": features, "embed_dim": DIM},
-        "FiBiNet": {"features": features, "mlp_params": MLP},
-        "AutoInt": {"sparse_features": features, "dense_features": [], "mlp_params": MLP},
+        "FiBiNet": {"features": features, "mlp_params": mlp()},
+        "AutoInt": {"sparse_features": features, "dense_features": [], "mlp_params": mlp()},
     }
     if model in ("DeepFFM", "FatDeepFFM"):
         # Field-aware tables hold one row per id and field of the pair.
         cross = [SparseFeature(f.name, f.vocab_size * len(features), 10) for f in features]
         linear = [SparseFeature(f.name, f.vocab_size, 1) for f in features]
         extra = {"reduction_ratio": 2} if model == "FatDeepFFM" else {}
-        return factory(linear, cross, embed_dim=10, mlp_params=MLP, **extra)
+        return factory(linear, cross, embed_dim=10, mlp_params=mlp(), **extra)
     return factory(**arguments[model])
 
 
@@ -104,9 +112,9 @@ def _sequence_model(model: str) -> nn.Module:
     targets = [SparseFeature("item_id", SIZES["item_id"], DIM, padding_idx=0)]
     history = [_sequence("history", "item_id")]
     if model == "DIN":
-        return ranking.DIN(users, history, targets, MLP, {"dims": [64, 32]})
+        return ranking.DIN(users, history, targets, mlp(), {"dims": [64, 32]})
     if model == "BST":
-        return ranking.BST(users, history, targets, MLP, nhead=4, max_seq_len=MAX_HISTORY + 1)
+        return ranking.BST(users, history, targets, mlp(), nhead=4, max_seq_len=MAX_HISTORY + 1)
     negatives = [_sequence("neg_history", "item_id")]
     return ranking.DIEN(users, history, negatives, targets, {"dims": [128, 64]})
 
@@ -114,14 +122,16 @@ def _sequence_model(model: str) -> nn.Module:
 def _multi_task_model(model: str, features: list[Any]) -> nn.Module:
     types = ["classification", "classification"]
     if model == "ESMM":
-        return multi_task.ESMM(features[:5], features[5:], cvr_params=MLP, ctr_params=MLP)
+        return multi_task.ESMM(features[:5], features[5:], cvr_params=mlp(), ctr_params=mlp())
     if model == "SharedBottom":
-        return multi_task.SharedBottom(features, types, MLP | {"output_layer": False}, [TOWER] * 2)
+        return multi_task.SharedBottom(
+            features, types, mlp() | {"output_layer": False}, [tower(), tower()]
+        )
     if model == "MMOE":
-        return multi_task.MMOE(features, types, 4, MLP, [TOWER] * 2)
+        return multi_task.MMOE(features, types, 4, mlp(), [tower(), tower()])
     if model == "PLE":
-        return multi_task.PLE(features, types, 1, 2, 1, MLP, [TOWER] * 2)
-    return multi_task.AITM(features, 2, MLP, [TOWER] * 2)
+        return multi_task.PLE(features, types, 1, 2, 1, mlp(), [tower(), tower()])
+    return multi_task.AITM(features, 2, mlp(), [tower(), tower()])
 
 
 def inputs_of(model: str, frame: pd.DataFrame) -> dict[str, np.ndarray]:
