@@ -39,7 +39,7 @@ class LoadedArtifact:
         self._outputs = [entry.name for entry in manifest.outputs]
         self._spec = encode_contract(manifest.inputs)
         self._max_batch = manifest.max_batch
-        self._counts = _row_counter(manifest) if manifest.min_batch > 1 else None
+        self._min_batch = manifest.min_batch
         self._lock = threading.Lock()
         self._constants = map_constants(manifest.constants, folder / CONSTANTS)
         parts = load_parts(folder, manifest)
@@ -69,10 +69,10 @@ class LoadedArtifact:
             raise ArtifactError(f"{self.folder}: was closed. Load it again.")
         try:
             inputs = [features[name] for name in self._names]
-            fits = self._fits(inputs, self._spec, self._max_batch)
+            fits = self._fits(inputs, self._spec, self._max_batch, self._min_batch)
         except (KeyError, TypeError, RuntimeError):
             fits = False
-        if not fits or (self._counts is not None and self._too_few(inputs, self._counts)):
+        if not fits:
             self._refuse(features)
         with self._lock:
             try:
@@ -104,12 +104,8 @@ class LoadedArtifact:
                 "two come from different artifacts. Copy the whole folder again."
             ) from error
 
-    def _too_few(self, inputs: list[Tensor], counts: tuple[int, int]) -> bool:
-        position, groups = counts
-        return inputs[position].shape[0] // groups < self.manifest.min_batch
-
     def _refuse(self, features: Mapping[str, Tensor]) -> None:
-        problems = explain(self.manifest.inputs, features, self._max_batch, self.manifest.min_batch)
+        problems = explain(self.manifest.inputs, features, self._max_batch, self._min_batch)
         if not problems:
             problems = [Problem("inputs", "break the artifact's contract")]
         raise ContractError(f"{self.folder}: the call breaks the contract.", problems=problems)
@@ -121,14 +117,6 @@ class LoadedArtifact:
             handles.append(packed)
             self._constants[handle] = torch.tensor([packed], dtype=torch.int64)
         return handles
-
-
-def _row_counter(manifest: Manifest) -> tuple[int, int]:
-    """Find an input whose length tells the number of rows: its position, and entries a row."""
-    for position, entry in enumerate(manifest.inputs):
-        if entry.role not in ("values", "weights"):
-            return position, entry.groups
-    raise ArtifactError("the manifest names no input with one entry a row.")
 
 
 def load_artifact(folder: str | Path) -> LoadedArtifact:

@@ -90,7 +90,7 @@ bool of_type(const at::Tensor& ids, const Check& check) {
 }
 
 bool inputs_fit(const std::vector<at::Tensor>& inputs, const at::Tensor& spec_tensor,
-                int64_t max_batch) {
+                int64_t max_batch, int64_t min_batch) {
   const int64_t* field = spec_tensor.const_data_ptr<int64_t>();
   std::vector<Spec> specs;
   specs.reserve(inputs.size());
@@ -119,7 +119,7 @@ bool inputs_fit(const std::vector<at::Tensor>& inputs, const at::Tensor& spec_te
     if (batch < 0) batch = rows;
     if (rows != batch) return false;
   }
-  if (batch < 1 || batch > max_batch) return false;
+  if (batch < min_batch || batch > max_batch) return false;
   for (size_t index = 0; index < inputs.size(); ++index) {
     const at::Tensor& input = inputs[index];
     const Spec& spec = specs[index];
@@ -147,5 +147,6 @@ bool inputs_fit(const std::vector<at::Tensor>& inputs, const at::Tensor& spec_te
 }  // namespace rankopt
 
 TORCH_LIBRARY_FRAGMENT(rankopt, m) {
-  m.def("inputs_fit(Tensor[] inputs, Tensor spec, int max_batch) -> bool", rankopt::inputs_fit);
+  m.def("inputs_fit(Tensor[] inputs, Tensor spec, int max_batch, int min_batch=1) -> bool",
+        rankopt::inputs_fit);
 }
