@@ -11,27 +11,21 @@ should run on the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from compat.suite import Entry, checkpoint, entries, measure, recipe  # noqa: E402
-from rankopt.environment import collect_environment  # noqa: E402
+from result_page import ResultPage  # noqa: E402
 
-RESULT = ROOT / "benchmarks" / "results" / "compat.json"
-PAGE = ROOT / "docs" / "compatibility.md"
-START, END = "<!-- results:start -->", "<!-- results:end -->"
-COMMAND = "make compat"
+from compat.suite import Entry, checkpoint, entries, measure, recipe  # noqa: E402
 
 
 def measure_all(chosen: list[Entry], work: Path, missing_only: bool) -> None:
     """Train what is not trained yet, then measure class after class."""
-    rows = {(row["library"], row["model"]): row for row in _read()["rows"]}
+    rows = {(row["library"], row["model"]): row for row in PAGE.read()["rows"]}
     todo = [e for e in chosen if not (missing_only and (e.library, e.model) in rows)]
     for number, entry in enumerate(todo, 1):
         print(f"[{number}/{len(todo)}] training {entry.name}", flush=True)
@@ -42,33 +36,20 @@ def measure_all(chosen: list[Entry], work: Path, missing_only: bool) -> None:
         rows[entry.library, entry.model] = row
         print(f"  {row['error'] or row['verdict']}", flush=True)
         _write([rows[e.library, e.model] for e in entries() if (e.library, e.model) in rows])
-    write_table()
+    PAGE.write_table()
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
     measured = {(row["library"], row["model"]) for row in rows}
-    content = {
-        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": collect_environment().model_dump(mode="json", exclude={"compiler"}),
-        "command": COMMAND,
-        "recipe": recipe().name,
-        "not_measured": [e.name for e in entries() if (e.library, e.model) not in measured],
-        "rows": rows,
-    }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    PAGE.write(
+        recipe=recipe().name,
+        not_measured=[e.name for e in entries() if (e.library, e.model) not in measured],
+        rows=rows,
+    )
 
 
-def _read() -> dict[str, Any]:
-    if not RESULT.exists():
-        return {"rows": []}
-    content: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
-    return content
-
-
-def table() -> str:
+def table(content: dict[str, Any]) -> str:
     """Write the result file as the Markdown that stands in the documentation."""
-    content = _read()
     rows = content["rows"]
     passing = sum(row["passing"] for row in rows)
     missing = content["not_measured"]
@@ -126,24 +107,13 @@ def _quality(quality: dict[str, Any]) -> str:
     return "; ".join(shown)
 
 
-def _page_with_table() -> str:
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
-
-
-def write_table() -> None:
-    """Put the table into the documentation, between its markers."""
-    PAGE.write_text(_page_with_table(), encoding="utf-8")
-
-
-def check() -> int:
-    """Tell whether the table is that of the result file."""
-    if PAGE.read_text(encoding="utf-8") == _page_with_table():
-        return 0
-    print(f"{PAGE.name} is not that of the result file; run: python scripts/compatibility.py table")
-    return 1
+PAGE = ResultPage(
+    result=ROOT / "benchmarks" / "results" / "compat.json",
+    page=ROOT / "docs" / "compatibility.md",
+    command="make compat",
+    table=table,
+    script="scripts/compatibility.py",
+)
 
 
 def main() -> int:
@@ -159,9 +129,9 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown models {unknown}; known: {', '.join(known)}")
     if given.action == "table":
-        write_table()
+        PAGE.write_table()
     elif given.action == "check":
-        return check()
+        return PAGE.check()
     else:
         chosen = [known[name] for name in given.models or known]
         measure_all(chosen, given.work, given.missing)

@@ -13,11 +13,11 @@ import argparse
 import json
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rankopt.environment import collect_environment
+from result_page import ResultPage
+
 from rankopt.units import format_bytes, format_duration
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,19 +30,15 @@ MODELS = (
     "hstu-movielens",
     "dlrm-torchrec-synthetic",
 )
-RESULT = ROOT / "benchmarks" / "results" / "recipes.json"
-README = ROOT / "README.md"
-START, END = "<!-- results:start -->", "<!-- results:end -->"
-COMMAND = "make results"
 
 
 def measure(models: list[str], work: Path) -> None:
     """Run every model and write the result file; models not measured now keep their rows."""
-    rows = {row["model"]: row for row in _read()["rows"]} if RESULT.exists() else {}
+    rows = {row["model"]: row for row in PAGE.read()["rows"]}
     for model in models:
         rows[model] = _measure_one(model, work / model)
         _write([rows[name] for name in MODELS if name in rows])
-    write_table()
+    PAGE.write_table()
 
 
 def _measure_one(model: str, folder: Path) -> dict[str, Any]:
@@ -83,26 +79,11 @@ def _rankopt(*arguments: str, allowed: tuple[int, ...] = (0,)) -> None:
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    environment = collect_environment().model_dump(mode="json", exclude={"compiler"})
-    content = {
-        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment,
-        "command": COMMAND,
-        "recipe": RECIPE,
-        "rows": rows,
-    }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    PAGE.write(recipe=RECIPE, rows=rows)
 
 
-def _read() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
-    return content
-
-
-def table() -> str:
+def table(content: dict[str, Any]) -> str:
     """Write the result file as the Markdown that stands in README."""
-    content = _read()
     environment = content["environment"]
     isa = ", ".join(name for name in environment["isa"] if name in _NOTABLE)
     lines = [
@@ -147,24 +128,13 @@ def _speedup(rows: list[dict[str, Any]], batch: int) -> str:
     return "not measured"
 
 
-def _readme_with_table() -> str:
-    text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
-
-
-def write_table() -> None:
-    """Put the table into README, between its markers."""
-    README.write_text(_readme_with_table(), encoding="utf-8")
-
-
-def check() -> int:
-    """Tell whether README's table is that of the result file."""
-    if README.read_text(encoding="utf-8") == _readme_with_table():
-        return 0
-    print("README's table is not that of the result file; run: python scripts/results.py table")
-    return 1
+PAGE = ResultPage(
+    result=ROOT / "benchmarks" / "results" / "recipes.json",
+    page=ROOT / "README.md",
+    command="make results",
+    table=table,
+    script="scripts/results.py",
+)
 
 
 def main() -> int:
@@ -177,9 +147,9 @@ def main() -> int:
     if given.action == "measure":
         measure(given.models, given.work)
     elif given.action == "table":
-        write_table()
+        PAGE.write_table()
     else:
-        return check()
+        return PAGE.check()
     return 0
 
 

@@ -1,0 +1,69 @@
+"""A committed result file, and the page that shows it as a table between two markers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rankopt.environment import collect_environment
+
+START, END = "<!-- results:start -->", "<!-- results:end -->"
+
+
+@dataclass(frozen=True)
+class ResultPage:
+    """Where a result and its table lie.
+
+    Attributes:
+        result: the JSON file in benchmarks/results/.
+        page: the Markdown file with the markers.
+        command: what makes the result.
+        table: writes the result's content as Markdown.
+        script: what writes the table again, for the message.
+    """
+
+    result: Path
+    page: Path
+    command: str
+    table: Callable[[dict[str, Any]], str]
+    script: str
+
+    def read(self) -> dict[str, Any]:
+        """Read the result file; no rows where there is none yet."""
+        if not self.result.exists():
+            return {"rows": []}
+        content: dict[str, Any] = json.loads(self.result.read_text(encoding="utf-8"))
+        return content
+
+    def write(self, **content: Any) -> None:
+        """Write the result file, with the time, this machine and the command in front."""
+        whole = {
+            "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": collect_environment().model_dump(mode="json", exclude={"compiler"}),
+            "command": self.command,
+            **content,
+        }
+        self.result.parent.mkdir(parents=True, exist_ok=True)
+        self.result.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+    def write_table(self) -> None:
+        """Put the table into the page, between its markers."""
+        self.page.write_text(self._with_table(), encoding="utf-8")
+
+    def check(self) -> int:
+        """Return 0 when the page's table is that of the result file; else say so and return 1."""
+        if self.page.read_text(encoding="utf-8") == self._with_table():
+            return 0
+        name = self.page.name
+        print(f"{name} is not that of the result file; run: python {self.script} table")
+        return 1
+
+    def _with_table(self) -> str:
+        text = self.page.read_text(encoding="utf-8")
+        before, _, rest = text.partition(START)
+        _, _, after = rest.partition(END)
+        return f"{before}{START}\n{self.table(self.read())}\n{END}{after}"
