@@ -7,12 +7,14 @@ passes in an order that cannot work, passes this machine or this card rules out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
+from rankopt.bench.plan import raised
 from rankopt.environment import Environment
 from rankopt.errors import Problem, RecipeError, nearest
 from rankopt.models.card import ModelCard
@@ -58,8 +60,20 @@ class Recipe(BaseModel):
     def where(self) -> str:
         return str(self.path) if self.path else f"recipe {self.name!r}"
 
-    def check(self, environment: Environment, card: ModelCard | None = None) -> list[Problem]:
-        """List everything that rules the recipe out here, in order, without torch work."""
+    def check(
+        self,
+        environment: Environment,
+        card: ModelCard | None = None,
+        scope: Scope | None = None,
+    ) -> list[Problem]:
+        """List everything that rules the recipe out here, in order, without torch work.
+
+        Args:
+            environment: of this machine.
+            card: of the model it is for, where that is known.
+            scope: what the A/B will measure, where one follows: gates that it could not decide are
+                problems. Without it the quality gates alone are checked.
+        """
         problems = []
         provided: set[str] = set()
         for index, step in enumerate(self.passes):
@@ -88,8 +102,11 @@ class Recipe(BaseModel):
                 problems.append(
                     Problem(f"{where}{suffix}", problem.what, problem.got, problem.hint)
                 )
-        names = tuple(output.name for output in card.outputs) if card else ()
-        problems += self.gates.quality.check("gates.quality", Scope(self.where, outputs=names))
+        if scope is not None:
+            problems += self.gates.check(replace(scope, where=self.where))
+        else:
+            names = tuple(output.name for output in card.outputs) if card else ()
+            problems += self.gates.quality.check("gates.quality", Scope(self.where, outputs=names))
         if "artifact" not in provided and not self.is_training:
             problems.append(
                 Problem(
@@ -102,7 +119,7 @@ class Recipe(BaseModel):
 
     def at_least(self, rows: int) -> Recipe:
         """Return the recipe with batch sizes below `rows`, those of its gates too, raised to it."""
-        sizes = tuple(dict.fromkeys(max(size, rows) for size in self.batch_sizes))
+        sizes = raised(self.batch_sizes, rows)
         return self.model_copy(
             update={"batch_sizes": sizes, "gates": gates_at_least(self.gates, rows)}
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,12 +50,9 @@ def check_inputs(
             f"{recipe.where}: holds training passes alone. Use it with: "
             f"rankopt train CARD --recipe {recipe.name} --out DIR"
         )
-    problems = recipe.check(environment, card)
-    if scope is not None:
-        problems += recipe.gates.check(replace(scope, where=recipe.where))
+    problems = recipe.check(environment, card, scope)
     if problems:
-        # The quality gates are checked with the recipe and again with the rest of the gates.
-        raise RecipeError(problems=list({str(problem): problem for problem in problems}.values()))
+        raise RecipeError(problems=problems)
     return recipe, card, environment
 
 

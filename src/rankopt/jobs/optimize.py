@@ -139,13 +139,16 @@ def optimize_into(
             progress=progress,
             detail=detail,
         )
+        # Replayed choices decide nothing, so nothing has to be scored for them.
+        decides = bool(tuning.labels) and choices is None
+        quality = TuningQuality(bundle, tuning, recipe.gates) if decides else None
         result = run_pipeline(
             recipe,
             bundle,
             bench,
             environment,
             workdir,
-            quality=TuningQuality(bundle, tuning, recipe.gates) if tuning.labels else None,
+            quality=quality,
             choices=choices,
             progress=progress,
         )

@@ -37,6 +37,11 @@ class _Input(Strict):
     def parameter(self) -> str:
         return self.argument or self.name
 
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the flat tensors that it becomes."""
+        return (self.name,)
+
 
 class DenseInput(_Input):
     """Real numbers, one per column: `name` float32 [B, len(columns)]."""
@@ -45,10 +50,6 @@ class DenseInput(_Input):
     columns: tuple[str, ...] = Field(min_length=1)
     fill: float | None = None
     """Stands in for a missing value; without it a missing value is an error."""
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     @property
     def data_columns(self) -> tuple[str, ...]:
@@ -91,10 +92,6 @@ class IdsInput(_Input):
         if isinstance(self.num_ids, tuple):
             return self.num_ids
         return (self.num_ids,) * len(self.columns)
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     @property
     def data_columns(self) -> tuple[str, ...]:
@@ -261,10 +258,6 @@ class PackedInput(_Input):
     def list_of(self, column: PackedColumn) -> PackedColumn:
         """Return the list whose length a column holds."""
         return next(item for item in self.columns if item.name == column.length_of)
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     @property
     def data_columns(self) -> tuple[str, ...]:
