@@ -270,13 +270,14 @@ class TestCommittedResult:
     CONTENT: dict[str, Any] = json.loads(RESULT.read_text())
     ROWS: list[dict[str, Any]] = CONTENT["rows"]
 
-    def test_every_class_of_the_list_was_measured_or_is_named(self) -> None:
+    def test_every_class_of_the_list_was_measured(self) -> None:
         measured = [f"{row['library']}-{row['model']}" for row in self.ROWS]
-        assert sorted(measured + self.CONTENT["not_measured"]) == sorted(ENTRIES)
+        assert sorted(measured) == sorted(ENTRIES)
+        assert self.CONTENT["not_measured"] == []
 
-    def test_all_but_four_of_them_pass_and_the_rest_say_why(self) -> None:
+    def test_at_least_41_of_them_pass_and_the_rest_say_why(self) -> None:
         failed = [row for row in self.ROWS if not row["passing"]]
-        assert len(failed) <= len(ENTRIES) - 41
+        assert len(self.ROWS) - len(failed) >= 41
         assert all(row["error"] or row["reasons"] for row in failed)
 
     def test_none_is_slower_than_its_own_eager_code(self) -> None:

@@ -52,6 +52,11 @@ class Precision(Pass):
             for linear in linears:
                 if not wanted[linear.layer]:
                     context.note(f"{linear.layer}: kept in fp32 by the recipe")
+                elif linear.tied:
+                    context.note(
+                        f"{linear.layer}: kept in fp32, its weight is an embedding table too, and "
+                        "a second copy would only add to the size"
+                    )
                 elif self.dtype == "fp16" and float(linear.weight.abs().max()) > FP16_MAX:
                     context.note(f"{linear.layer}: kept in fp32, a weight exceeds fp16's range")
                 else:
