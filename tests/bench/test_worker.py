@@ -10,6 +10,7 @@ import pytest
 
 from bench import fake_arms
 from rankopt.bench.arms import loader_reference
+from rankopt.bench.backend import KEPT_MEMORY, worker_environment
 from rankopt.bench.rows_file import write_rows
 from rankopt.bench.worker import ArmWorker, BlockSamples
 from rankopt.errors import RankoptError
@@ -20,6 +21,8 @@ def worker(rows, arm, tmp_path, monkeypatch):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.setenv(name, "1")  # put back afterwards; the worker sets them too
     monkeypatch.setenv("NUMEXPR_NUM_THREADS", "1")
+    for name, value in KEPT_MEMORY.items():
+        monkeypatch.setenv(name, value)
     worker = ArmWorker(1)
     worker.load(arm(busy_us=300), loader_reference("fake-busy"))
     worker.put_rows(write_rows(rows, tmp_path / "rows.safetensors"))
@@ -35,6 +38,18 @@ def test_a_block_times_each_call_and_its_own_cpu(worker):
     # Far below the 3 ms of busy looping: the machine may be shared, and preempt it.
     assert 500_000 <= block.cpu_ns <= 4 * block.wall_ns
     assert block.idle_cpu_share == 0
+
+
+def test_arms_keep_their_memory_between_calls(worker):
+    assert worker.environment()["malloc"] == KEPT_MEMORY
+
+
+def test_the_callers_own_malloc_settings_stand(monkeypatch):
+    for name in KEPT_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    assert KEPT_MEMORY.items() <= worker_environment(2, None).items()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    assert worker_environment(2, None)["MALLOC_TRIM_THRESHOLD_"] == "65536"
 
 
 SPINNER = """

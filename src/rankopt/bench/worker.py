@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from rankopt._version import __version__
 from rankopt.bench.arms import ArmSpec, load_arm
-from rankopt.bench.backend import ArmError, worker_environment
+from rankopt.bench.backend import KEPT_MEMORY, ArmError, worker_environment
 from rankopt.bench.plan import physical_cores_available
 from rankopt.errors import RankoptError
 
@@ -217,6 +217,7 @@ class ArmWorker:
             "omp_max_threads": _openmp_threads(torch.__config__.parallel_info()),
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
             "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+            "malloc": {name: os.environ.get(name) for name in KEPT_MEMORY},
             "threads_set_before_torch": not self._torch_came_first,
         }
 
