@@ -51,6 +51,7 @@ class LoadedArtifact:
         self._loader = _open_program(folder)
         self._load_constants()
         self._fits = torch.ops.rankopt.inputs_fit.default
+        self._maps_ids = any(entry.out_of_range for entry in manifest.inputs)
 
     def __call__(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Score B candidates.
@@ -69,7 +70,13 @@ class LoadedArtifact:
             raise ArtifactError(f"{self.folder}: was closed. Load it again.")
         try:
             inputs = [features[name] for name in self._names]
-            fits = self._fits(inputs, self._spec, self._max_batch, self._min_batch)
+            if self._maps_ids:
+                inputs = torch.ops.rankopt.fitted_inputs(
+                    inputs, self._spec, self._max_batch, self._min_batch
+                )
+                fits = len(inputs) > 0
+            else:
+                fits = self._fits(inputs, self._spec, self._max_batch, self._min_batch)
         except (KeyError, TypeError, RuntimeError):
             fits = False
         if not fits:

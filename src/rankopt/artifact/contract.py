@@ -25,12 +25,14 @@ from rankopt.models.card import (
     PackedInput,
     RaggedIdsInput,
 )
-from rankopt.models.inputs import IdType, PadSide
+from rankopt.models.id_ranges import LARGEST_FLOAT
+from rankopt.models.inputs import IdType, OutOfRange, PadSide
 
 Role = Literal["dense", "ids", "values", "lengths", "weights", "packed"]
 _ROLES: tuple[Role, ...] = ("dense", "ids", "values", "lengths", "weights", "packed")
 _SCALAR_TYPES = {"float32": 6, "int64": 4, "int32": 3}
 """c10::ScalarType as integers."""
+_POLICIES: tuple[OutOfRange, ...] = ("error", "clamp", "hash")
 _TORCH = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32}
 
 
@@ -61,6 +63,8 @@ class InputContract(BaseModel):
         groups: features that lie behind each other in a flat one (a KJT's F).
         upper: one past the largest id, per column or per group; 0 for a real number of a packed
             matrix.
+        out_of_range: what becomes of ids that do not lie below `upper`, for each; empty where all
+            of them are errors.
         columns: what stands in each column of a packed matrix.
         lists: the lists in a packed matrix.
         longest: longest list of a row, per group; for `lengths` alone.
@@ -75,6 +79,7 @@ class InputContract(BaseModel):
     width: int = 0
     groups: int = 1
     upper: tuple[int, ...] = ()
+    out_of_range: tuple[OutOfRange, ...] = ()
     longest: tuple[int, ...] = ()
     partner: str | None = None
     columns: tuple[str, ...] = ()
@@ -113,6 +118,7 @@ def _entries(item: Input) -> list[InputContract]:
                 dtype=item.dtype,
                 width=0 if flat else len(item.columns),
                 upper=item.ranges,
+                out_of_range=_unless_errors([item.out_of_range] * len(item.ranges)),
                 request_level=level,
             )
         ]
@@ -123,8 +129,10 @@ def _entries(item: Input) -> list[InputContract]:
 
 def _packed_entry(item: PackedInput) -> InputContract:
     upper: list[int] = []
+    policies: list[OutOfRange] = []
     names: list[str] = []
     for column in item.columns:
+        policies += [column.out_of_range] * column.width
         if column.length_of is not None:
             upper.append((item.list_of(column).length or 0) + 1)
             names.append(f"length of {column.length_of}")
@@ -138,10 +146,15 @@ def _packed_entry(item: PackedInput) -> InputContract:
         dtype="float32",
         width=item.num_places,
         upper=tuple(upper),
+        out_of_range=_unless_errors(policies),
         columns=tuple(names),
         lists=_packed_lists(item),
         request_level=item.request_level,
     )
+
+
+def _unless_errors(policies: Sequence[OutOfRange]) -> tuple[OutOfRange, ...]:
+    return () if all(policy == "error" for policy in policies) else tuple(policies)
 
 
 def _packed_lists(item: PackedInput) -> tuple[PackedList, ...]:
@@ -169,9 +182,11 @@ def _ragged_entries(item: RaggedIdsInput | KjtInput) -> list[InputContract]:
     if isinstance(item, KjtInput):
         upper = tuple(feature.num_ids for feature in item.features)
         longest = tuple(feature.max_length for feature in item.features)
+        policies = [feature.out_of_range for feature in item.features]
         dtype: IdType = "int64"
     else:
         upper, longest, dtype = (item.num_ids,), (item.max_length,), item.dtype
+        policies = [item.out_of_range]
     values, lengths, *weights = item.tensor_names
     level = item.request_level
     entries = [
@@ -181,6 +196,7 @@ def _ragged_entries(item: RaggedIdsInput | KjtInput) -> list[InputContract]:
             dtype=dtype,
             groups=len(upper),
             upper=upper,
+            out_of_range=_unless_errors(policies),
             partner=lengths,
             request_level=level,
         ),
@@ -217,6 +233,8 @@ def encode_contract(contract: Sequence[InputContract]) -> Tensor:
             *entry.upper,
             len(entry.longest),
             *entry.longest,
+            len(entry.out_of_range),
+            *(_POLICIES.index(policy) for policy in entry.out_of_range),
         ]
     return torch.tensor(fields, dtype=torch.int64)
 
@@ -294,8 +312,10 @@ def _values(
     value = features[entry.name]
     where = f"input {entry.name}"
     if entry.role == "ids":
-        upper = torch.tensor(entry.upper)
-        return _out_of_range(where, value, upper if entry.width else upper[0])
+        upper, mapped = torch.tensor(entry.upper), _mapped(entry)
+        if not entry.width:
+            upper, mapped = upper[0], mapped[0]
+        return _out_of_range(where, value, upper, mapped)
     if entry.role == "packed":
         return _packed_out_of_range(entry, value)
     if entry.role == "lengths":
@@ -323,12 +343,19 @@ def _values(
         if int(lengths.min()) < 0:
             return []
         per_group = lengths.view(entry.groups, -1).sum(1)
-        return _out_of_range(where, value, torch.tensor(entry.upper).repeat_interleave(per_group))
+        upper = torch.tensor(entry.upper).repeat_interleave(per_group)
+        return _out_of_range(where, value, upper, _mapped(entry).repeat_interleave(per_group))
     return []
 
 
-def _out_of_range(where: str, ids: Tensor, upper: Tensor) -> list[Problem]:
-    bad = _not_ids(ids, upper).nonzero()
+def _mapped(entry: InputContract) -> Tensor:
+    """Tell for each column or group whether ids out of range are mapped into it."""
+    policies = entry.out_of_range or ("error",) * len(entry.upper)
+    return torch.tensor([policy != "error" for policy in policies])
+
+
+def _out_of_range(where: str, ids: Tensor, upper: Tensor, mapped: Tensor) -> list[Problem]:
+    bad = _not_ids(ids, upper, mapped).nonzero()
     if not len(bad):
         return []
     at = tuple(int(index) for index in bad[0])
@@ -346,7 +373,7 @@ def _out_of_range(where: str, ids: Tensor, upper: Tensor) -> list[Problem]:
 
 def _packed_out_of_range(entry: InputContract, value: Tensor) -> list[Problem]:
     upper = torch.tensor(entry.upper)
-    bad = (_not_ids(value, upper) & (upper > 0)).nonzero()
+    bad = (_not_ids(value, upper, _mapped(entry)) & (upper > 0)).nonzero()
     if not len(bad):
         return []
     row, column = (int(index) for index in bad[0])
@@ -360,9 +387,12 @@ def _packed_out_of_range(entry: InputContract, value: Tensor) -> list[Problem]:
     ]
 
 
-def _not_ids(values: Tensor, upper: Tensor) -> Tensor:
+def _not_ids(values: Tensor, upper: Tensor, mapped: Tensor) -> Tensor:
     inside = (values >= 0) & (values < upper)
-    return ~inside | (values != values.floor()) if values.is_floating_point() else ~inside
+    if not values.is_floating_point():
+        return ~(inside | mapped)
+    whole = values == values.trunc()
+    return ~(whole & (inside | (mapped & (values.abs() < LARGEST_FLOAT))))
 
 
 def random_features(

@@ -29,12 +29,14 @@ from rankopt.errors import DataError, Problem
 from rankopt.models.card import (
     DenseInput,
     IdsInput,
+    KjtFeature,
     KjtInput,
     ModelCard,
     PackedInput,
     RaggedIdsInput,
 )
-from rankopt.models.inputs import PackedColumn
+from rankopt.models.id_ranges import into_range
+from rankopt.models.inputs import OutOfRange, PackedColumn
 from rankopt.models.serving import pad
 
 __all__ = ["Rows", "encode", "iter_rows", "load_rows"]
@@ -137,7 +139,7 @@ def encode(
         elif isinstance(item, IdsInput):
             features[item.name] = reader.ids(item)
         elif isinstance(item, RaggedIdsInput):
-            bag = reader.bag(item.column, item.num_ids, item.max_length, item.weights_column)
+            bag = reader.bag(item, item.column, item.max_length, item.weights_column)
             features.update(_tensors(item.name, [bag], _ID_TYPES[item.dtype]))
         elif isinstance(item, PackedInput):
             features[item.name] = reader.packed(item)
@@ -206,7 +208,7 @@ class _Reader:
     def ids(self, item: IdsInput) -> Tensor:
         out = np.zeros((self._batch.num_rows, len(item.columns)), dtype=np.int64)
         for index, (column, num_ids) in enumerate(zip(item.columns, item.ranges, strict=True)):
-            out[:, index] = self._ids(column, num_ids)
+            out[:, index] = self._ids(column, num_ids, item.out_of_range)
         narrow = out.shape[1] == 1 and not item.keep_width
         return torch.from_numpy(out[:, 0] if narrow else out).to(_ID_TYPES[item.dtype])
 
@@ -229,9 +231,9 @@ class _Reader:
         if column.num_ids is None:
             values: npt.NDArray[Any] = self._reals(name, column.fill, owner)
         elif column.length is None:
-            values = self._ids(name, column.num_ids)
+            values = self._ids(name, column.num_ids, column.out_of_range)
         else:
-            ids, counts, _ = self.bag(name, column.num_ids, column.length, None)
+            ids, counts, _ = self.bag(column, name, column.length, None)
             lengths = torch.tensor(counts)
             places = pad(
                 torch.tensor(ids), lengths, column.length, column.padding_id, column.pad_side
@@ -257,20 +259,22 @@ class _Reader:
         self._note(column, bad, None, "must be finite in float32")
         return out
 
-    def _ids(self, column: str, num_ids: int) -> _Ints:
+    def _ids(self, column: str, num_ids: int, policy: OutOfRange) -> _Ints:
         numbers = self._numbers(column, read_integers, "must be a whole number")
         if numbers is None:
             return np.zeros(self._batch.num_rows, dtype=np.int64)
-        self._check_ids(column, numbers, num_ids)
-        ids: _Ints = numbers.values
-        return ids
+        return self._checked_ids(column, numbers, num_ids, policy)
 
     def bags(self, item: KjtInput) -> list[_Bag]:
-        return [
-            self.bag(f.column, f.num_ids, f.max_length, f.weights_column) for f in item.features
-        ]
+        return [self.bag(f, f.column, f.max_length, f.weights_column) for f in item.features]
 
-    def bag(self, column: str, num_ids: int, max_length: int, weights_column: str | None) -> _Bag:
+    def bag(
+        self,
+        ids: RaggedIdsInput | KjtFeature | PackedColumn,
+        column: str,
+        max_length: int,
+        weights_column: str | None,
+    ) -> _Bag:
         nothing = np.zeros(self._batch.num_rows, dtype=np.int64)
         lists = self._lists(column)
         if lists is None:
@@ -278,8 +282,8 @@ class _Reader:
         numbers = self._numbers(column, read_integers, "must hold whole numbers", lists)
         if numbers is None:
             return nothing[:0], nothing, None
-        self._check_ids(column, numbers, num_ids, lists)
-        values, lengths = numbers.values, lists.lengths
+        values = self._checked_ids(column, numbers, ids.num_ids or 0, ids.out_of_range, lists)
+        lengths = lists.lengths
         weights = self._weights(weights_column, column, lists) if weights_column else None
         if not (lengths > max_length).any():
             return values, lengths, weights
@@ -323,15 +327,27 @@ class _Reader:
         self._note(column, np.isinf(weights), lists, "must hold weights finite in float32")
         return weights
 
-    def _check_ids(
-        self, column: str, numbers: Numbers, num_ids: int, lists: Lists | None = None
-    ) -> None:
-        usable = ~numbers.missing & ~numbers.invalid
-        outside = ((numbers.values < 0) | (numbers.values >= num_ids)) & usable
+    def _checked_ids(
+        self,
+        column: str,
+        numbers: Numbers,
+        num_ids: int,
+        policy: OutOfRange,
+        lists: Lists | None = None,
+    ) -> _Ints:
         hint = "Use the id kept for unknown values."
         self._note(column, numbers.missing, lists, "holds a missing id", hint)
-        hint = "Map it to a known id, or raise num_ids in the card and train again."
+        ids: _Ints = numbers.values
+        if policy != "error":
+            return into_range(torch.tensor(ids), num_ids, policy).numpy()
+        usable = ~numbers.missing & ~numbers.invalid
+        outside = ((ids < 0) | (ids >= num_ids)) & usable
+        hint = (
+            "Map it to a known id, give the input an out_of_range in the card, or raise num_ids "
+            "there and train again."
+        )
         self._note(column, outside, lists, f"must hold ids in [0, {num_ids})", hint)
+        return ids
 
     def _numbers(
         self,

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankopt.kernels import ops, reference
+from rankopt.kernels import lookup, ops, reference
 from rankopt.kernels.build import load_kernels
+from rankopt.kernels.lookup_cases import (
+    LOOKUP_CASES,
+    SEQUENCE_CASES,
+    LookupCase,
+    lookup_arguments,
+    sequence_arguments,
+)
 from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
     LINEAR_CASES,
@@ -29,7 +36,7 @@ from rankopt.kernels.parity import (
 )
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase
+Case = LinearCase | RecurrentCase | LookupCase
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,22 @@ KERNELS: dict[str, Kernel] = {
             cases=RECURRENT_CASES,
             arguments=_lstm_arguments,
             allowance=_recurrent_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="lookup_rows",
+            reference=lookup.lookup_rows_reference,
+            cases=LOOKUP_CASES,
+            arguments=lookup_arguments,
+            allowance=None,
+            isas=True,
+        ),
+        Kernel(
+            name="lookup_sequences",
+            reference=lookup.lookup_sequences_reference,
+            cases=SEQUENCE_CASES,
+            arguments=sequence_arguments,
+            allowance=None,
             isas=True,
         ),
     )

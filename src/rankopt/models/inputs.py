@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 IdType = Literal["int64", "int32", "float32"]
 PadSide = Literal["end", "start"]
+OutOfRange = Literal["error", "clamp", "hash"]
+"""What becomes of an id outside of [0, num_ids): the call is refused, the nearest id is taken, or
+one chosen by a hash of it."""
 
 MAX_FLOAT_ID = 1 << 24
 """float32 holds every whole number up to here; beyond it two ids would become one."""
@@ -64,6 +67,7 @@ class IdsInput(_Input):
     """The column of the input's own name when none is named."""
     num_ids: int | tuple[int, ...]
     """Ids lie in [0, num_ids); one figure for all columns, or one each."""
+    out_of_range: OutOfRange = "error"
     dtype: IdType = "int64"
     keep_width: bool = False
     """True keeps [B, 1] for a single column."""
@@ -104,6 +108,7 @@ class RaggedIdsInput(_Input):
     kind: Literal["ragged_ids"]
     column: str
     num_ids: int = Field(gt=0)
+    out_of_range: OutOfRange = "error"
     max_length: int = Field(gt=0)
     """Longer lists keep their last `max_length` ids (the most recent of a history)."""
     weights_column: str | None = None
@@ -137,6 +142,7 @@ class KjtFeature(Strict):
     key: str
     column: str
     num_ids: int = Field(gt=0)
+    out_of_range: OutOfRange = "error"
     max_length: int = Field(default=1, gt=0)
     weights_column: str | None = None
 
@@ -185,6 +191,7 @@ class PackedColumn(Strict):
     name: str | None = None
     """The column of the data."""
     num_ids: int | None = Field(default=None, gt=0, le=MAX_FLOAT_ID)
+    out_of_range: OutOfRange = "error"
     length: int | None = Field(default=None, gt=0)
     """Places of a list; a longer one keeps its last ids."""
     padding_id: int = 0
@@ -202,6 +209,8 @@ class PackedColumn(Strict):
             raise ValueError("needs either name or length_of")
         if self.length_of is not None and (self.num_ids or self.length):
             raise ValueError("length_of stands alone: num_ids and length belong to the list")
+        if self.out_of_range != "error" and self.num_ids is None:
+            raise ValueError("out_of_range is for ids, and this column has no num_ids")
         if self.length is not None and self.num_ids is None:
             raise ValueError("a list (length) needs num_ids")
         if self.length is not None and not 0 <= self.padding_id < (self.num_ids or 0):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rankopt.errors import CardError, Problem
 from rankopt.models.card import Input, KjtInput, ModelCard, Output, RaggedIdsInput
+from rankopt.models.id_ranges import features_in_range, maps_ids
 from rankopt.models.inputs import PadSide
 
 
@@ -50,9 +51,12 @@ class EagerModel:
         self._module = ServingModule(card, model).eval()
         self._names = card.tensor_names
         self._outputs = tuple(output.name for output in card.outputs)
+        self._card = card if maps_ids(card) else None
 
     def __call__(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Score one batch. Shapes: see `rankopt.models.card`; every output is [B]."""
+        if self._card is not None:
+            features = features_in_range(self._card, features)
         with torch.inference_mode():
             scores = self._module(*[features[name] for name in self._names])
         return dict(zip(self._outputs, scores, strict=True))

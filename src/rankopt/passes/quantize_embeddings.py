@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -13,12 +14,13 @@ from torch.fx import GraphModule, Node
 from rankopt.bundle import ModelBundle
 from rankopt.environment import Environment
 from rankopt.errors import Problem, SelectorError
+from rankopt.kernels.lookup import COPY, decode_plan, encode_plan
 from rankopt.models.card import ModelCard
 from rankopt.passes.bags import bags_of_rows
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.graph import add_constant, arguments, aten, constant
 from rankopt.passes.lookups import Lookup, find_lookups
-from rankopt.passes.table_batched import LOOKUP, emit_groups, group_lookups
+from rankopt.passes.table_batched import emit_groups, find_calls, group_lookups
 from rankopt.scheme import load_scheme, scheme_problems
 from rankopt.selectors import Rule, resolve
 from rankopt.tables import (
@@ -46,9 +48,10 @@ FINER: dict[TableDtype, TableDtype] = {
 class QuantizeEmbeddings(Pass):
     """Store embedding tables in fewer bits, row by row (one scale and bias per row, in fp16).
 
-    Pooled lookups become fbgemm's table-batched call, which reads mixed types; other lookups gather
-    packed rows and unpack them in place, which the compiler fuses with whatever reads them. Bags
-    that the call cannot pool, such as maxima, pool rows that were unpacked before. A table that
+    Pooled lookups become one call, which reads mixed types and unpacks as it pools; other lookups
+    gather packed rows and unpack them in place, which the compiler fuses with whatever reads them,
+    unless `fuse_embeddings` has put them into the call. Bags that the call cannot pool, such as
+    maxima, pool rows that were unpacked before. A table that
     would not get smaller, or whose width does not fit the packing, stays finer and says so.
 
     Example:
@@ -182,24 +185,24 @@ def _requantise(
     weights = [table_weight(batch, storage, table) for table in names]
     packed, rows = pack_batch(names, weights, [dtypes[table] for table in names])
     setattr(module, store, rows)
-    for node in module.graph.find_nodes(op="call_function", target=LOOKUP):
+    for node in find_calls(module):
         if str(arguments(node)[0].target) == store:
             _point_call_at(module, node, batch, packed)
     return packed
 
 
 def _point_call_at(module: GraphModule, node: Node, before: TableBatch, after: TableBatch) -> None:
-    starts = constant(module, arguments(node)[3])
-    if starts is None:
-        raise ValueError("the lookup's table offsets are no constant")
-    by_offset = {slot.offset: slot.name for slot in before.slots}
-    used = [after.slot(by_offset[int(start)]) for start in starts]
-    setattr(module, str(arguments(node)[3].target), torch.tensor([slot.offset for slot in used]))
-    codes = torch.tensor([TYPE_CODES[slot.dtype] for slot in used], dtype=torch.uint8)
-    setattr(module, str(arguments(node)[4].target), codes)
-    for position, dtype in ((7, "int2"), (8, "int4"), (9, "int8"), (10, "fp16"), (11, "fp32")):
-        widest = max((slot.dim for slot in used if slot.dtype == dtype), default=0)
-        node.update_arg(position, widest)
+    plan = constant(module, arguments(node)[1])
+    if plan is None:
+        raise ValueError("the lookup's plan is no constant")
+    by_offset = {slot.offset: after.slot(slot.name) for slot in before.slots}
+    rows = []
+    for row in decode_plan(plan):
+        if row.mode != COPY:
+            slot = by_offset[row.offset]
+            row = replace(row, offset=slot.offset, storage=TYPE_CODES[slot.dtype])
+        rows.append(row)
+    setattr(module, str(arguments(node)[1].target), encode_plan(rows))
 
 
 def _quantise_lookups(

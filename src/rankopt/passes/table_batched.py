@@ -1,9 +1,10 @@
-"""Build fbgemm's table-batched lookup in a graph.
+"""Build calls in a graph that look many tables up at once.
 
-One call replaces many: pooled lookups of one batch size become bags of one call, rows of equal
-width become one call without pooling. The rows of all tables lie in one constant (`tables.py`).
+Single rows and bags of one batch become one call, or one per concatenation that the call writes;
+rows of equal width that are not pooled become one call. The rows of all tables lie in one constant
+(`tables.py`).
 
-Shapes: T lookups of the call, B bags of each, L ids of all bags, D widths (which may differ).
+Shapes: T lookups of the call, B rows of its result, L ids of lists, D widths (which may differ).
 """
 
 from __future__ import annotations
@@ -13,36 +14,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from rankopt.passes.graph import add_constant, arguments, aten, fake
+from rankopt.kernels.build import load_kernels
+from rankopt.kernels.lookup import COPY, MEAN, SUM, PlanRow, encode_plan
+from rankopt.passes.graph import add_constant, aten, fake
+from rankopt.passes.id_sources import id_source, rectangle, row_width, uncast
 from rankopt.passes.lookups import Lookup
-from rankopt.passes.order import memory_edges, sort
+from rankopt.passes.order import memory_edges, sort, written_roots
+from rankopt.passes.row_pieces import Joined, choose_joins, joined, parts_of, readers_of, span_of
 from rankopt.tables import TYPE_CODES, TableBatch, TableDtype, pack_batch
-
-LOOKUP = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
-HOST = 3
-"""fbgemm's PlacementType::HOST."""
-FP32_OUTPUT = 0
-SUM, MEAN, NONE = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Group:
-    """Lookups that one call can serve."""
+    """Lookups of one form that do not wait for each other."""
 
     lookups: tuple[Lookup, ...]
-    pooling: int
+    pooled: bool
 
-    @property
-    def name(self) -> str:
-        return "sequences" if self.pooling == NONE else "bags"
+
+def rows_operator() -> Any:
+    """Return the operator that looks up single rows and bags."""
+    load_kernels()
+    return torch.ops.rankopt.lookup_rows.default
+
+
+def sequences_operator() -> Any:
+    """Return the operator that looks up rows without pooling."""
+    load_kernels()
+    return torch.ops.rankopt.lookup_sequences.default
+
+
+def find_calls(module: GraphModule) -> list[Node]:
+    """List the calls of a graph; their arguments begin with the store and the plan."""
+    return [
+        node
+        for target in (rows_operator(), sequences_operator())
+        for node in module.graph.find_nodes(op="call_function", target=target)
+    ]
 
 
 def group_lookups(lookups: Sequence[Lookup]) -> list[Group]:
-    """Sort lookups into calls: by pooling, weights, number of bags, and width where not pooled.
+    """Sort lookups into calls: by number of rows, and by width where not pooled.
 
     A lookup whose ids are computed from rows of another goes into a later call.
     """
@@ -51,12 +66,9 @@ def group_lookups(lookups: Sequence[Lookup]) -> list[Group]:
     for lookup in lookups:
         level = levels[lookup.node]
         if lookup.form == "sequence":
-            key: tuple[Any, ...] = (level, NONE, lookup.weight.shape[1])
+            key: tuple[Any, ...] = (level, False, lookup.weight.shape[1])
         else:
-            # A single row is its own sum, so single rows join the sums of as many bags.
-            pooling = MEAN if lookup.mode == "mean" else SUM
-            weighted = lookup.weights is not None
-            key = (level, pooling, weighted, str(fake(lookup.node).shape[0]))
+            key = (level, True, str(fake(lookup.node).shape[0]))
         groups.setdefault(key, []).append(lookup)
     # By level, so that a call stands in the graph when the ids of the next one are made from it.
     in_order = sorted(groups.items(), key=lambda item: item[0][0])
@@ -84,7 +96,7 @@ def _levels(lookups: Sequence[Lookup]) -> dict[Node, int]:
 def emit_groups(
     module: GraphModule, groups: Sequence[Group], dtypes: Mapping[str, TableDtype]
 ) -> tuple[str, TableBatch]:
-    """Replace each group's lookups by one call; all calls read one store, each table once in it.
+    """Replace the lookups by few calls; all calls read one store, each table once in it.
 
     Args:
         module: the graph, changed in place.
@@ -95,20 +107,18 @@ def emit_groups(
         The name of the constant that holds the rows, and what lies in it.
     """
     weights: dict[str, torch.Tensor] = {}
-    for lookup in (lookup for group in groups for lookup in group.lookups):
+    every = [lookup for group in groups for lookup in group.lookups]
+    for lookup in every:
         weights[lookup.table] = _without_padding_row(lookup, weights.get(lookup.table))
     names = list(weights)
     batch, storage = pack_batch(names, list(weights.values()), [dtypes[name] for name in names])
     store = add_constant(module, "tables", storage)
-    edges = memory_edges(module.graph)
+    writer = _Writer(module, store, batch, [lookup.node for lookup in every])
     for group in groups:
-        with module.graph.inserting_before(_latest_input(module.graph, group).next):
-            rows = _call(module, group, batch, store)
-            pieces = _split(module, group, rows)
-        for lookup, piece in zip(group.lookups, pieces, strict=True):
-            lookup.node.replace_all_uses_with(piece)
-        # Readers of an early lookup stood before the last index was ready; now they follow.
-        sort(module.graph, edges)
+        if group.pooled:
+            writer.write_rows(group.lookups)
+        else:
+            writer.write_sequences(group.lookups)
     return store, batch
 
 
@@ -122,178 +132,205 @@ def _without_padding_row(lookup: Lookup, earlier: torch.Tensor | None) -> torch.
     return weight
 
 
-def _latest_input(graph: torch.fx.Graph, group: Group) -> Node:
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    inputs = [
-        node
-        for lookup in group.lookups
-        for node in (lookup.indices, lookup.offsets, lookup.weights)
-        if node is not None
-    ]
-    return max(inputs, key=lambda node: order[node])
+class _Inputs:
+    """The tensors that one call reads, each once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def index(self, node: Node) -> int:
+        if node not in self.nodes:
+            self.nodes.append(node)
+        return self.nodes.index(node)
 
 
-def _call(module: GraphModule, group: Group, batch: TableBatch, store: str) -> Node:
-    graph = module.graph
-    lookups = group.lookups
-    slots = [batch.slot(lookup.table) for lookup in lookups]
-    indices, offsets, weights = _flat_inputs(graph, group)
-    starts = [0]
-    for slot in slots:
-        starts.append(starts[-1] + slot.dim)
-    total = slots[0].dim if group.pooling == NONE else starts[-1]
-    widest = {
-        dtype: max((slot.dim for slot in slots if slot.dtype == dtype), default=0)
-        for dtype in TYPE_CODES
-    }
+class _Writer:
+    """Puts calls into a graph."""
 
-    def attribute(name: str, value: torch.Tensor) -> Node:
-        return graph.get_attr(add_constant(module, f"{store}_{group.name}_{name}", value))
+    def __init__(
+        self, module: GraphModule, store: str, batch: TableBatch, lookups: Sequence[Node]
+    ) -> None:
+        self._module = module
+        self._graph: Graph = module.graph
+        self._store = store
+        self._batch = batch
+        self._edges = memory_edges(self._graph)
+        self._written = written_roots(self._graph)
+        self._behind_lookups = readers_of(self._graph, lookups)
 
-    return graph.call_function(
-        LOOKUP,
-        (
-            graph.get_attr(store),
-            attribute("uvm", torch.empty(0, dtype=torch.uint8)),
-            attribute("placements", torch.full((len(slots),), HOST, dtype=torch.int32)),
-            attribute("starts", torch.tensor([slot.offset for slot in slots])),
-            attribute(
-                "types",
-                torch.tensor([TYPE_CODES[slot.dtype] for slot in slots], dtype=torch.uint8),
-            ),
-            attribute("dims", torch.tensor(starts, dtype=torch.int32)),
-            total,
-            widest["int2"],
-            widest["int4"],
-            widest["int8"],
-            widest["fp16"],
-            widest["fp32"],
-            indices,
-            offsets,
-            group.pooling,
-            weights,
-            FP32_OUTPUT,
-            None,
-            None,
-            1,
-        ),
-    )
+    def write_rows(self, lookups: Sequence[Lookup]) -> None:
+        """Replace single rows and bags: a call per concatenation, and one for what is left."""
+        left = {lookup.node: lookup for lookup in lookups}
+        count = str(fake(lookups[0].node).shape[0])
+        for found in choose_joins(self._graph, left, count, self._behind_lookups):
+            self._rows_call(found.leaves, left, found)
+            left = {node: lookup for node, lookup in left.items() if node not in found.leaves}
+        if left:
+            self._rows_call(tuple(left), left, None)
+
+    def _rows_call(
+        self, leaves: Sequence[Node], lookups: Mapping[Node, Lookup], found: Joined | None
+    ) -> None:
+        graph, inputs = self._graph, _Inputs()
+        used = [lookups[leaf] for leaf in leaves if leaf in lookups]
+        plan: list[PlanRow] = []
+        places: dict[Node, tuple[int, int]] = {}
+        width = 0
+        with graph.inserting_before(found.root if found else self._behind_inputs(used)):
+            for leaf in leaves:
+                if leaf in lookups:
+                    plan.append(self._plan_row(lookups[leaf], inputs, width))
+                else:
+                    dim = row_width(leaf) or 0
+                    plan.append(PlanRow(COPY, 0, 0, dim, 0, width, inputs.index(leaf)))
+                places[leaf] = (width, plan[-1].dim)
+                width += plan[-1].dim
+            count = self._num_rows(plan, inputs, used)
+            rows = graph.call_function(
+                rows_operator(), (*self._constants(plan), inputs.nodes, count, width)
+            )
+            result = _Result(graph, rows, count, width)
+            if found is None:
+                for leaf in leaves:
+                    result.stand_in_for(leaf, *places[leaf])
+            else:
+                self._replace_joined(found, places, result)
+        # Readers of an early lookup stood before the last index was ready; now they follow.
+        sort(graph, self._edges)
+
+    def _replace_joined(
+        self, found: Joined, places: Mapping[Node, tuple[int, int]], result: _Result
+    ) -> None:
+        """Let readers of a concatenation, or of a part of it, read the call's result."""
+        # Other concatenations of the same pieces in the same order lie in the result as well.
+        others = [
+            (node, span)
+            for node in self._graph.nodes
+            if node not in found.spans
+            and parts_of(node) is not None
+            and (other := joined(node, places)) is not None
+            and (span := span_of(other, places)) is not None
+        ]
+        for node, span in (*found.spans.items(), *others):
+            inner = node is not found.root and all(user in found.spans for user in node.users)
+            if node in self._behind_lookups and not inner:
+                result.stand_in_for(node, *span)
+
+    def _behind_inputs(self, lookups: Sequence[Lookup]) -> Node:
+        order = {node: index for index, node in enumerate(self._graph.nodes)}
+        inputs = [
+            node
+            for lookup in lookups
+            for node in (lookup.indices, lookup.offsets, lookup.weights)
+            if node is not None
+        ]
+        return max(inputs, key=lambda node: order[node]).next
+
+    def _plan_row(self, lookup: Lookup, inputs: _Inputs, out: int) -> PlanRow:
+        slot = self._batch.slot(lookup.table)
+        ids = rectangle(lookup) if lookup.form == "bag" else lookup.indices
+        place = self._lists(lookup, inputs) if ids is None else self._columns(ids, inputs)
+        if lookup.weights is not None:
+            place["weights"] = inputs.index(lookup.weights)
+        mode = MEAN if lookup.mode == "mean" else SUM
+        code = TYPE_CODES[slot.dtype]
+        return PlanRow(mode, slot.offset, slot.num_rows, slot.dim, code, out, **place)
+
+    def _columns(self, ids: Node, inputs: _Inputs) -> dict[str, int]:
+        source = id_source(ids, self._written)
+        if source is None:
+            length = row_width(ids) or 1
+            flat = self._graph.call_function(aten.reshape.default, (ids, [-1, length]))
+            return {"source": inputs.index(flat), "length": length}
+        index = inputs.index(source.node)
+        return {"source": index, "column": source.column, "length": source.length}
+
+    def _lists(self, lookup: Lookup, inputs: _Inputs) -> dict[str, int]:
+        if lookup.offsets is None:
+            raise ValueError(f"the bag on {lookup.table} has no offsets")
+        ids = uncast(lookup.indices)
+        if fake(ids).dim() != 1:
+            ids = self._graph.call_function(aten.reshape.default, (ids, [-1]))
+        offsets = inputs.index(uncast(lookup.offsets))
+        return {"source": inputs.index(ids), "length": 0, "offsets": offsets}
+
+    def _num_rows(
+        self, plan: Sequence[PlanRow], inputs: _Inputs, lookups: Sequence[Lookup]
+    ) -> Node:
+        graph = self._graph
+        rows = [row for row in plan if row.mode != COPY]
+        for row in rows:
+            if row.length:
+                return graph.call_function(aten.sym_size.int, (inputs.nodes[row.source], 0))
+        offsets = inputs.nodes[rows[0].offsets]
+        count = graph.call_function(aten.sym_size.int, (offsets, 0))
+        if lookups[0].include_last:
+            count = graph.call_function(operator.sub, (count, 1))
+        return count
+
+    def _constants(self, plan: Sequence[PlanRow]) -> tuple[Node, Node]:
+        name = add_constant(self._module, f"{self._store}_plan", encode_plan(plan))
+        return self._graph.get_attr(self._store), self._graph.get_attr(name)
+
+    def write_sequences(self, lookups: Sequence[Lookup]) -> None:
+        """Replace lookups of one width that are not pooled by one call."""
+        graph = self._graph
+        slots = [self._batch.slot(lookup.table) for lookup in lookups]
+        plan = [
+            PlanRow(SUM, slot.offset, slot.num_rows, slot.dim, TYPE_CODES[slot.dtype], 0, index)
+            for index, slot in enumerate(slots)
+        ]
+        ids = [uncast(lookup.indices) for lookup in lookups]
+        with graph.inserting_before(self._behind_inputs(lookups)):
+            rows = graph.call_function(
+                sequences_operator(), (*self._constants(plan), ids, slots[0].dim)
+            )
+            pieces = _cut(graph, lookups, rows)
+        for lookup, piece in zip(lookups, pieces, strict=True):
+            lookup.node.replace_all_uses_with(piece)
+        sort(graph, self._edges)
 
 
-def _flat_inputs(graph: torch.fx.Graph, group: Group) -> tuple[Node, Node, Node | None]:
-    """Lay the ids of all lookups behind each other, with one offset per bag."""
-    flat = [_flatten(graph, lookup.indices) for lookup in group.lookups]
-    indices = _concatenate(graph, flat)
-    if all(lookup.form == "single" for lookup in group.lookups):
-        count = graph.call_function(aten.sym_size.int, (indices, 0))
-        end = graph.call_function(operator.add, (count, 1))
-        offsets = graph.call_function(
-            aten.arange.default, (end,), {"dtype": torch.int64, "device": torch.device("cpu")}
-        )
-        return indices, offsets, None
-    offsets = _offsets(graph, group, flat)
-    weights = None
-    if group.lookups[0].weights is not None:
-        weights = _concatenate(
-            graph, [lookup.weights for lookup in group.lookups if lookup.weights is not None]
-        )
-    return indices, offsets, weights
+@dataclass(frozen=True)
+class _Result:
+    """What a call returns, `rows` [count, width]; nodes are added at the insertion point."""
+
+    graph: Graph
+    rows: Node
+    count: Node
+    width: int
+
+    def stand_in_for(self, node: Node, start: int, width: int) -> None:
+        """Let readers of `node` read columns of the result in its shape."""
+        piece = self.rows
+        if width != self.width:
+            piece = self.graph.call_function(
+                aten.slice.Tensor, (self.rows, 1, start, start + width)
+            )
+        shape = list(fake(node).shape[1:])
+        if len(shape) != 1:
+            piece = self.graph.call_function(aten.reshape.default, (piece, [self.count, *shape]))
+        node.replace_all_uses_with(piece)
 
 
-def _flatten(graph: torch.fx.Graph, node: Node) -> Node:
-    value = node.meta["val"]
-    flat = node
-    if value.dim() != 1:
-        flat = graph.call_function(aten.reshape.default, (node, [-1]))
-    if value.dtype != torch.int64:
-        flat = graph.call_function(aten.to.dtype, (flat, torch.int64))
-    return flat
-
-
-def _concatenate(graph: torch.fx.Graph, pieces: Sequence[Node]) -> Node:
-    if len(pieces) == 1:
-        return pieces[0]
-    whole = _split_source(pieces)
-    return whole or graph.call_function(aten.cat.default, (list(pieces),))
-
-
-def _split_source(pieces: Sequence[Node]) -> Node | None:
-    """Return the tensor that these pieces are all parts of, in order (a KJT's values)."""
-    source = pieces[0].args[0] if pieces[0].args else None
-    if not isinstance(source, Node) or source.target != aten.split_with_sizes.default:
-        return None
-    whole = [arguments(piece) == (source, index) for index, piece in enumerate(pieces)]
-    sizes = arguments(source)[1]
-    if all(whole) and isinstance(sizes, Sequence) and len(sizes) == len(pieces):
-        found = arguments(source)[0]
-        return found if isinstance(found, Node) else None
-    return None
-
-
-def _offsets(graph: torch.fx.Graph, group: Group, flat: Sequence[Node]) -> Node:
-    parts: list[Node] = []
-    base: Node | None = None
-    for lookup, ids in zip(group.lookups, flat, strict=True):
-        count = graph.call_function(aten.sym_size.int, (ids, 0))
-        starts = _starts(graph, lookup, count)
-        if base is not None:
-            starts = graph.call_function(aten.add.Tensor, (starts, base))
-        parts.append(starts)
-        base = count if base is None else graph.call_function(operator.add, (base, count))
-    end = graph.call_function(
-        aten.full.default, ([1], base), {"dtype": torch.int64, "device": torch.device("cpu")}
-    )
-    return graph.call_function(aten.cat.default, ([*parts, end],))
-
-
-def _starts(graph: torch.fx.Graph, lookup: Lookup, count: Node) -> Node:
-    """First id of every bag of one lookup, [B]."""
-    if lookup.form == "sequence":
-        # Rows without pooling: fbgemm reads the ids of a table as one bag.
-        return graph.call_function(
-            aten.full.default, ([1], 0), {"dtype": torch.int64, "device": torch.device("cpu")}
-        )
-    if lookup.form == "single":
-        return graph.call_function(
-            aten.arange.default, (count,), {"dtype": torch.int64, "device": torch.device("cpu")}
-        )
-    starts = lookup.offsets
-    if starts is None:
-        raise ValueError(f"the bag on {lookup.table} has no offsets")
-    if starts.meta["val"].dtype != torch.int64:
-        starts = graph.call_function(aten.to.dtype, (starts, torch.int64))
-    if lookup.include_last:
-        starts = graph.call_function(aten.slice.Tensor, (starts, 0, 0, -1))
-    return starts
-
-
-def _split(module: GraphModule, group: Group, rows: Node) -> list[Node]:
-    """Cut the call's result into what each lookup returned before."""
-    graph = module.graph
-    pieces, start = [], 0
+def _cut(graph: Graph, lookups: Sequence[Lookup], rows: Node) -> list[Node]:
+    """Cut the rows of all ids [N, D] into what each lookup returned before."""
+    pieces = []
     begin: Any = 0
-    for lookup in group.lookups:
-        width = lookup.weight.shape[1]
-        if group.pooling == NONE:
-            sizes = [
-                graph.call_function(aten.sym_size.int, (lookup.indices, axis))
-                for axis in range(fake(lookup.indices).dim())
-            ]
-            count: Any = sizes[0]
-            for size in sizes[1:]:
-                count = graph.call_function(operator.mul, (count, size))
-            piece = rows
-            if len(group.lookups) > 1:
-                piece = graph.call_function(aten.narrow.default, (rows, 0, begin, count))
-                begin = graph.call_function(operator.add, (begin, count)) if begin != 0 else count
-            if len(sizes) != 1:
-                piece = graph.call_function(aten.reshape.default, (piece, [*sizes, width]))
-        else:
-            piece = rows
-            if len(group.lookups) > 1:
-                piece = graph.call_function(aten.slice.Tensor, (rows, 1, start, start + width))
-            start += width
-            if lookup.form == "single" and fake(lookup.indices).dim() == 2:
-                piece = graph.call_function(aten.unsqueeze.default, (piece, 1))
+    for lookup in lookups:
+        sizes = [
+            graph.call_function(aten.sym_size.int, (lookup.indices, axis))
+            for axis in range(fake(lookup.indices).dim())
+        ]
+        count: Any = sizes[0]
+        for size in sizes[1:]:
+            count = graph.call_function(operator.mul, (count, size))
+        piece = rows
+        if len(lookups) > 1:
+            piece = graph.call_function(aten.narrow.default, (rows, 0, begin, count))
+            begin = graph.call_function(operator.add, (begin, count)) if begin != 0 else count
+        if len(sizes) != 1:
+            width = lookup.weight.shape[1]
+            piece = graph.call_function(aten.reshape.default, (piece, [*sizes, width]))
         pieces.append(piece)
     return pieces

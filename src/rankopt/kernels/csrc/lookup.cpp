@@ -1,0 +1,457 @@
+// The operators around the lookup kernels: checks, ids to rows, prefetching, threads.
+#include "lookup.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "isa.h"
+#include "launch.h"
+#include "lookup_ops.h"
+
+namespace rankopt {
+namespace {
+
+const Lookup& kernels() {
+  switch (current_isa()) {
+#if defined(__x86_64__)
+    case Isa::kAvx2:
+      return lookup_avx2();
+    case Isa::kAvx512:
+    case Isa::kAvx512Vnni:
+      return lookup_avx512();
+#endif
+    default:
+      return lookup_scalar();
+  }
+}
+
+// A thread is worth waking for so many bytes of rows and results.
+constexpr int64_t kBytesPerThread = 192 << 10;
+// Rows of the result that are filled together, so that they stay in the second-level cache.
+constexpr int64_t kBlockBytes = 64 << 10;
+constexpr int64_t kMinBlockRows = 8;
+// Rows whose addresses are known, and on their way to the cache, before the ones before are read.
+constexpr int64_t kChunkRows = 64;
+constexpr int64_t kMaxPrefetchedLines = 8;
+constexpr int64_t kLine = 64;
+
+struct Entry {
+  int64_t number;
+  int64_t mode;
+  const uint8_t* table;
+  int64_t table_rows, row_bytes, dim, storage;
+  int64_t out;
+  const void* ids;
+  at::ScalarType id_type;
+  int64_t row_stride, id_stride;  // of the ids
+  int64_t length;                 // ids per row; 0 where offsets say
+  int64_t num_ids;                // of all rows, with offsets
+  const int64_t* offsets;
+  int64_t num_offsets;
+  const float* weights;
+
+  bool single() const { return length == 1 && weights == nullptr; }
+};
+
+struct Copy {
+  const float* piece;
+  int64_t row_stride, dim, out;
+};
+
+int64_t row_bytes_of(int64_t dim, int64_t storage) {
+  constexpr int64_t kBits[] = {32, 16, 8, 4, 2};
+  const bool quantised = storage >= static_cast<int64_t>(Storage::kInt8);
+  return (dim * kBits[storage] + 7) / 8 + (quantised ? 4 : 0);
+}
+
+// Ids may be whole numbers in float32, as a packed matrix holds them.
+inline int64_t as_id(int64_t value) { return value; }
+inline int64_t as_id(int32_t value) { return value; }
+inline int64_t as_id(float value) {
+  return value > -1.0f && value < 9.0e18f ? static_cast<int64_t>(value) : -1;
+}
+
+// Finds the rows of `count` ids and sends for them. Returns whether all ids are in range.
+template <typename T>
+bool find_rows(const Entry& entry, int64_t first, int64_t stride, int64_t count,
+               const uint8_t** rows) {
+  const T* ids = static_cast<const T*>(entry.ids) + first;
+  const int64_t last_byte = entry.row_bytes - 1;
+  const int64_t lines = std::min(last_byte / kLine, kMaxPrefetchedLines - 1);
+  bool good = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t id = as_id(ids[i * stride]);
+    const bool inside = static_cast<uint64_t>(id) < static_cast<uint64_t>(entry.table_rows);
+    good &= inside;
+    const uint8_t* row = entry.table + (inside ? id : 0) * entry.row_bytes;
+    for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(row + line * kLine);
+    // A row of a whole number of lines lies on its own; any other may reach into one more.
+    __builtin_prefetch(row + lines * kLine);
+    __builtin_prefetch(row + last_byte);
+    rows[i] = row;
+  }
+  return good;
+}
+
+bool find_rows(const Entry& entry, int64_t first, int64_t stride, int64_t count,
+               const uint8_t** rows) {
+  switch (entry.id_type) {
+    case at::kLong:
+      return find_rows<int64_t>(entry, first, stride, count, rows);
+    case at::kInt:
+      return find_rows<int32_t>(entry, first, stride, count, rows);
+    default:
+      return find_rows<float>(entry, first, stride, count, rows);
+  }
+}
+
+// Rows of one table that go into the result together: of several bags' single ids, or of one bag.
+struct Piece {
+  const Entry* entry;
+  int64_t row;  // of the result
+  int64_t count;
+  int64_t bag_size;
+  const float* weights;
+  bool single, first, last;
+};
+
+struct Chunk {
+  Piece pieces[kChunkRows];
+  const uint8_t* rows[kChunkRows];
+  int64_t num_pieces = 0;
+};
+
+// Cuts the rows [begin, end) of the result into pieces: block after block of rows, in a block
+// lookup after lookup, in a lookup row after row.
+class Stream {
+ public:
+  Stream(c10::ArrayRef<Entry> entries, int64_t begin, int64_t end, int64_t width)
+      : entries_(entries), end_(end), row_(begin), block_begin_(begin) {
+    const int64_t fitting = kBlockBytes / std::max<int64_t>(width * int64_t{sizeof(float)}, 1);
+    block_rows_ = std::max(fitting, kMinBlockRows);
+    block_end_ = std::min(begin + block_rows_, end);
+  }
+
+  // Returns false when nothing is left.
+  bool fill(Chunk& chunk) {
+    chunk.num_pieces = 0;
+    int64_t filled = 0;
+    while (block_begin_ < end_ && filled < kChunkRows && chunk.num_pieces < kChunkRows) {
+      Piece& piece = chunk.pieces[chunk.num_pieces++];
+      const Entry& entry = entries_[at_];
+      piece.entry = &entry;
+      piece.row = row_;
+      if (entry.single()) {
+        piece.single = true;
+        piece.count = std::min(block_end_ - row_, kChunkRows - filled);
+        find(entry, row_ * entry.row_stride, entry.row_stride, piece.count, chunk.rows + filled);
+        row_ += piece.count;
+      } else {
+        take_bag(entry, piece, chunk.rows + filled, kChunkRows - filled);
+      }
+      filled += piece.count;
+      step();
+    }
+    return chunk.num_pieces > 0;
+  }
+
+ private:
+  void take_bag(const Entry& entry, Piece& piece, const uint8_t** rows, int64_t room) {
+    int64_t begin, stride, place;
+    if (entry.length > 0) {
+      piece.bag_size = entry.length;
+      begin = row_ * entry.row_stride;
+      stride = entry.id_stride;
+      place = row_ * entry.length;
+    } else {
+      place = entry.offsets[row_];
+      const bool closed = row_ + 1 < entry.num_offsets;
+      const int64_t end = closed ? entry.offsets[row_ + 1] : entry.num_ids;
+      TORCH_CHECK(0 <= place && place <= end && end <= entry.num_ids,
+                  "lookup: the offsets of lookup ", entry.number, " say that list ", row_,
+                  " is ids ", place, " to ", end, " of ", entry.num_ids);
+      piece.bag_size = end - place;
+      stride = entry.row_stride;
+      begin = place * stride;
+    }
+    piece.single = false;
+    piece.first = taken_ == 0;
+    piece.count = std::min(piece.bag_size - taken_, room);
+    piece.weights = entry.weights == nullptr ? nullptr : entry.weights + place + taken_;
+    find(entry, begin + taken_ * stride, stride, piece.count, rows);
+    taken_ += piece.count;
+    piece.last = taken_ == piece.bag_size;
+    if (piece.last) {
+      taken_ = 0;
+      ++row_;
+    }
+  }
+
+  static void find(const Entry& entry, int64_t first, int64_t stride, int64_t count,
+                   const uint8_t** rows) {
+    TORCH_CHECK(find_rows(entry, first, stride, count, rows), "lookup: an id of lookup ",
+                entry.number, " lies outside of its table of ", entry.table_rows, " rows");
+  }
+
+  void step() {
+    if (row_ < block_end_) return;
+    row_ = block_begin_;
+    if (++at_ < static_cast<int64_t>(entries_.size())) return;
+    at_ = 0;
+    row_ = block_begin_ = block_end_;
+    block_end_ = std::min(block_begin_ + block_rows_, end_);
+  }
+
+  c10::ArrayRef<Entry> entries_;
+  int64_t end_, row_, block_begin_, block_end_ = 0, block_rows_ = 0;
+  int64_t at_ = 0;
+  int64_t taken_ = 0;  // ids of the current bag that an earlier piece took
+};
+
+void write(const Lookup& kernel, const Chunk& chunk, float* out, int64_t width) {
+  const uint8_t* const* rows = chunk.rows;
+  for (int64_t p = 0; p < chunk.num_pieces; ++p) {
+    const Piece& piece = chunk.pieces[p];
+    const Entry& entry = *piece.entry;
+    float* place = out + piece.row * width + entry.out;
+    if (piece.single) {
+      kernel.unpack[entry.storage]({rows, piece.count, entry.dim, place, width});
+    } else {
+      kernel.pool[entry.storage]({rows, piece.count, piece.weights, entry.dim, place, piece.first});
+      if (entry.mode == kMean && piece.last && piece.bag_size > 1) {
+        const float size = static_cast<float>(piece.bag_size);
+        for (int64_t i = 0; i < entry.dim; ++i) place[i] /= size;
+      }
+    }
+    rows += piece.count;
+  }
+}
+
+void run(c10::ArrayRef<Entry> entries, int64_t begin, int64_t end, float* out, int64_t width) {
+  if (entries.empty() || begin == end) return;
+  const Lookup& kernel = kernels();
+  Stream stream(entries, begin, end, width);
+  Chunk chunks[2];
+  int current = 0;
+  bool more = stream.fill(chunks[0]);
+  while (more) {
+    more = stream.fill(chunks[1 - current]);
+    write(kernel, chunks[current], out, width);
+    current = 1 - current;
+  }
+}
+
+using Plan = c10::SmallVector<Entry, 32>;
+
+class Reader {
+ public:
+  Reader(const at::Tensor& store, const at::Tensor& plan, const std::vector<at::Tensor>& inputs)
+      : inputs_(inputs) {
+    TORCH_CHECK(store.scalar_type() == at::kByte && store.is_contiguous(),
+                "lookup: the store must be contiguous bytes; got ", store.scalar_type());
+    TORCH_CHECK(plan.scalar_type() == at::kLong && plan.is_contiguous() && plan.dim() == 2 &&
+                    plan.size(1) == kNumPlanFields,
+                "lookup: the plan must be contiguous int64 [T, ", int64_t{kNumPlanFields},
+                "]; got ", plan.scalar_type(), " ", plan.sizes());
+    store_ = store.const_data_ptr<uint8_t>();
+    store_bytes_ = store.numel();
+    fields_ = plan.const_data_ptr<int64_t>();
+    num_lookups = plan.size(0);
+  }
+
+  const int64_t* fields(int64_t number) const { return fields_ + number * kNumPlanFields; }
+
+  // The table, without the ids.
+  Entry table(int64_t number) const {
+    const int64_t* field = fields(number);
+    Entry entry{};
+    entry.number = number;
+    entry.mode = field[kMode];
+    entry.table_rows = field[kTableRows];
+    entry.dim = field[kDim];
+    entry.storage = field[kStorage];
+    entry.out = field[kOut];
+    TORCH_CHECK(entry.storage >= 0 && entry.storage < kNumStorages && entry.dim > 0 &&
+                    entry.table_rows >= 0 && field[kOffset] >= 0,
+                "lookup: lookup ", number, " of the plan is damaged");
+    entry.row_bytes = row_bytes_of(entry.dim, entry.storage);
+    TORCH_CHECK(entry.table_rows <= (store_bytes_ - field[kOffset]) / entry.row_bytes,
+                "lookup: the table of lookup ", number, " reaches past the store's ",
+                store_bytes_, " bytes");
+    entry.table = store_ + field[kOffset];
+    return entry;
+  }
+
+  const at::Tensor& input(int64_t index) const {
+    TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(inputs_.size()),
+                "lookup: the plan names input ", index, " of ", inputs_.size());
+    return inputs_[index];
+  }
+
+  // A tensor that is not laid out as it must be is copied, and kept until the call ends.
+  const at::Tensor& keep(at::Tensor copy) {
+    kept_.push_back(std::move(copy));
+    return kept_.back();
+  }
+
+  int64_t num_lookups;
+
+ private:
+  const std::vector<at::Tensor>& inputs_;
+  const uint8_t* store_;
+  int64_t store_bytes_;
+  const int64_t* fields_;
+  c10::SmallVector<at::Tensor, 4> kept_;
+};
+
+void set_ids(Entry& entry, const at::Tensor& ids) {
+  entry.id_type = ids.scalar_type();
+  TORCH_CHECK(entry.id_type == at::kLong || entry.id_type == at::kInt || entry.id_type == at::kFloat,
+              "lookup: ids must be int64, int32 or float32; got ", entry.id_type);
+  entry.ids = ids.const_data_ptr();
+}
+
+const void* shifted(const Entry& entry, int64_t count) {
+  const int64_t size = entry.id_type == at::kLong ? 8 : 4;
+  return static_cast<const uint8_t*>(entry.ids) + count * size;
+}
+
+void read_rectangle(Entry& entry, const int64_t* field, const at::Tensor& ids, int64_t num_rows) {
+  const int64_t column = field[kColumn];
+  const int64_t columns = ids.dim() == 2 ? ids.size(1) : 1;
+  TORCH_CHECK((ids.dim() == 1 || ids.dim() == 2) && ids.size(0) == num_rows && column >= 0 &&
+                  column + entry.length <= columns,
+              "lookup: lookup ", entry.number, " takes columns ", column, " to ",
+              column + entry.length, " of ", num_rows, " rows; got ids ", ids.sizes());
+  entry.row_stride = ids.stride(0);
+  entry.id_stride = ids.dim() == 2 ? ids.stride(1) : 0;
+  entry.ids = shifted(entry, column * entry.id_stride);
+}
+
+void read_lists(Reader& reader, Entry& entry, const int64_t* field, const at::Tensor& ids,
+                int64_t num_rows) {
+  TORCH_CHECK(ids.dim() == 1, "lookup: the ids of lists must be [L]; got ", ids.sizes());
+  const at::Tensor* offsets = &reader.input(field[kOffsets]);
+  const int64_t count = offsets->numel();
+  TORCH_CHECK(offsets->dim() == 1 && (count == num_rows || count == num_rows + 1),
+              "lookup: lookup ", entry.number, " needs ", num_rows, " offsets, or one more; got ",
+              offsets->sizes());
+  if (offsets->scalar_type() != at::kLong || !offsets->is_contiguous())
+    offsets = &reader.keep(offsets->to(at::kLong).contiguous());
+  entry.row_stride = ids.numel() > 0 ? ids.stride(0) : 1;
+  entry.num_ids = ids.numel();
+  entry.offsets = offsets->const_data_ptr<int64_t>();
+  entry.num_offsets = count;
+}
+
+Entry read_entry(Reader& reader, int64_t number, int64_t num_rows, int64_t width) {
+  const int64_t* field = reader.fields(number);
+  Entry entry = reader.table(number);
+  TORCH_CHECK(entry.out >= 0 && entry.out + entry.dim <= width, "lookup: lookup ", number,
+              " writes past the ", width, " columns of the result");
+  const at::Tensor& ids = reader.input(field[kSource]);
+  set_ids(entry, ids);
+  entry.length = field[kLength];
+  const bool lists = entry.length == 0;
+  if (lists)
+    read_lists(reader, entry, field, ids, num_rows);
+  else
+    read_rectangle(entry, field, ids, num_rows);
+  if (field[kWeights] >= 0) {
+    const at::Tensor* weights = &reader.input(field[kWeights]);
+    const int64_t wanted = lists ? entry.num_ids : num_rows * entry.length;
+    TORCH_CHECK(weights->scalar_type() == at::kFloat && weights->numel() == wanted,
+                "lookup: lookup ", number, " needs ", wanted, " float32 weights; got ",
+                weights->numel(), " of ", weights->scalar_type());
+    if (!weights->is_contiguous()) weights = &reader.keep(weights->contiguous());
+    entry.weights = weights->const_data_ptr<float>();
+  }
+  return entry;
+}
+
+Copy read_copy(Reader& reader, int64_t number, int64_t num_rows, int64_t width) {
+  const int64_t* field = reader.fields(number);
+  const at::Tensor* piece = &reader.input(field[kSource]);
+  const int64_t dim = field[kDim], out = field[kOut];
+  TORCH_CHECK(piece->scalar_type() == at::kFloat && piece->dim() >= 1 &&
+                  piece->size(0) == num_rows && piece->numel() == num_rows * dim && dim > 0 &&
+                  out >= 0 && out + dim <= width,
+              "lookup: piece ", number, " of the result must be float32 [", num_rows, ", ", dim,
+              "] in ", width, " columns; got ", piece->scalar_type(), " ", piece->sizes());
+  const bool rows_lie_whole = piece->dim() == 2 && piece->stride(1) == 1;
+  if (!rows_lie_whole) piece = &reader.keep(piece->contiguous());
+  const int64_t stride = rows_lie_whole ? piece->stride(0) : dim;
+  return {piece->const_data_ptr<float>(), stride, dim, out};
+}
+
+}  // namespace
+
+at::Tensor lookup_rows(const at::Tensor& store, const at::Tensor& plan,
+                       const std::vector<at::Tensor>& inputs, int64_t num_rows, int64_t width) {
+  TORCH_CHECK(num_rows >= 0 && width >= 0, "lookup: sizes must not be negative");
+  Reader reader(store, plan, inputs);
+  Plan entries;
+  c10::SmallVector<Copy, 4> copies;
+  int64_t bytes = num_rows * width * int64_t{sizeof(float)};
+  int64_t filled = 0;
+  for (int64_t number = 0; number < reader.num_lookups; ++number) {
+    if (reader.fields(number)[kMode] == kCopy) {
+      copies.push_back(read_copy(reader, number, num_rows, width));
+    } else {
+      entries.push_back(read_entry(reader, number, num_rows, width));
+      const Entry& entry = entries.back();
+      bytes += entry.row_bytes * (entry.length > 0 ? num_rows * entry.length : entry.num_ids);
+    }
+    filled += reader.fields(number)[kDim];
+  }
+  TORCH_CHECK(filled == width, "lookup: the plan fills ", filled, " of ", width, " columns");
+  at::Tensor result = at::empty({num_rows, width}, at::TensorOptions().dtype(at::kFloat));
+  float* out = result.mutable_data_ptr<float>();
+  if (num_rows == 0) return result;
+  share_out(bytes / kBytesPerThread, num_rows, 1, [&](Range rows, Range) {
+    for (const Copy& copy : copies)
+      for (int64_t row = rows.begin; row < rows.end; ++row)
+        std::memcpy(out + row * width + copy.out, copy.piece + row * copy.row_stride,
+                    copy.dim * sizeof(float));
+    run(entries, rows.begin, rows.end, out, width);
+  });
+  return result;
+}
+
+at::Tensor lookup_sequences(const at::Tensor& store, const at::Tensor& plan,
+                            const std::vector<at::Tensor>& inputs, int64_t width) {
+  Reader reader(store, plan, inputs);
+  TORCH_CHECK(reader.num_lookups == static_cast<int64_t>(inputs.size()),
+              "lookup: the plan holds ", reader.num_lookups, " sequences; got ids of ",
+              inputs.size());
+  int64_t num_ids = 0;
+  for (const at::Tensor& ids : inputs) num_ids += ids.numel();
+  at::Tensor result = at::empty({num_ids, width}, at::TensorOptions().dtype(at::kFloat));
+  float* out = result.mutable_data_ptr<float>();
+  for (int64_t number = 0; number < reader.num_lookups; ++number) {
+    Entry entry = reader.table(number);
+    TORCH_CHECK(entry.dim == width, "lookup: lookup ", number, " has rows of ", entry.dim,
+                " values; all must have ", width);
+    const at::Tensor* ids = &inputs[number];
+    if (!ids->is_contiguous()) ids = &reader.keep(ids->contiguous());
+    set_ids(entry, *ids);
+    entry.out = 0;
+    entry.length = 1;
+    entry.row_stride = 1;
+    const int64_t count = ids->numel();
+    const int64_t bytes = count * (entry.row_bytes + width * int64_t{sizeof(float)});
+    if (count > 0) {
+      share_out(bytes / kBytesPerThread, count, 1, [&](Range rows, Range) {
+        run(entry, rows.begin, rows.end, out, width);
+      });
+    }
+    out += count * width;
+  }
+  return result;
+}
+
+}  // namespace rankopt

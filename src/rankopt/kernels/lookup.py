@@ -1,0 +1,217 @@
+"""Look rows of many tables up in one call: what to read is a plan, a small int64 matrix.
+
+Shapes: T lookups of a plan, B rows of the result, L ids of a list input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankopt.kernels.build import load_kernels
+from rankopt.tables import TYPE_CODES, TableDtype, row_bytes, unpack_rows
+
+SUM, MEAN, COPY = 0, 1, 2
+"""Modes of a plan's row; the rows of one id are their own sum and mean."""
+DTYPES: dict[int, TableDtype] = {code: dtype for dtype, code in TYPE_CODES.items()}
+ID_BYTES = {torch.int64: 8, torch.int32: 4, torch.float32: 4}
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One lookup of a call, or a piece that is copied into the result beside them.
+
+    Attributes:
+        mode: `SUM`, `MEAN` or `COPY`.
+        offset: first byte of the table in the store.
+        num_rows, dim, storage: of the table; its type as `tables.TYPE_CODES` has it.
+        out: first column of the result.
+        source: which input holds the ids; of a copied piece, the piece.
+        column: first column of the ids in it.
+        length: ids per row; 0 where offsets say.
+        offsets: which input holds the offsets of the lists; -1 without.
+        weights: which input holds one weight per id; -1 without.
+    """
+
+    mode: int
+    offset: int
+    num_rows: int
+    dim: int
+    storage: int
+    out: int
+    source: int
+    column: int = 0
+    length: int = 1
+    offsets: int = -1
+    weights: int = -1
+
+
+FIELDS = {field.name: index for index, field in enumerate(fields(PlanRow))}
+"""Column of each field in an encoded plan."""
+
+
+def encode_plan(rows: Sequence[PlanRow]) -> Tensor:
+    """Write a plan as the int64 [T, fields] matrix that the operators read."""
+    return torch.tensor([astuple(row) for row in rows], dtype=torch.int64).view(-1, len(FIELDS))
+
+
+def decode_plan(plan: Tensor) -> list[PlanRow]:
+    """Read a plan back."""
+    return [PlanRow(*row) for row in plan.tolist()]
+
+
+def lookup_rows(
+    store: Tensor, plan: Tensor, inputs: Sequence[Tensor], num_rows: int, width: int
+) -> Tensor:
+    """Look up and pool rows of any number of tables, side by side in one result.
+
+    A row's result is the same bit for bit alone, anywhere in a batch, with any number of threads
+    and on every instruction set. A sum adds its rows in the order of their ids.
+
+    Args:
+        store: bytes of the tables (`tables.pack_batch`).
+        plan: from `encode_plan`; its lookups fill every column of the result once.
+        inputs: id tensors (int64, int32, or whole numbers in float32), [B], [B, C] or [L]; offsets
+            [B] or [B + 1]; weights [L]; float32 pieces [B, ...] that are copied.
+        num_rows: B.
+        width: columns of the result.
+
+    Returns:
+        float32 [B, width].
+
+    Raises:
+        RuntimeError: an id lies outside of its table, or an input does not fit the plan.
+    """
+    load_kernels()
+    result: Tensor = torch.ops.rankopt.lookup_rows(store, plan, list(inputs), num_rows, width)
+    return result
+
+
+def lookup_sequences(store: Tensor, plan: Tensor, inputs: Sequence[Tensor], width: int) -> Tensor:
+    """Look up one row per id, without pooling, for lookups of one width.
+
+    Returns:
+        float32 [N, width]: the rows of all ids of all inputs, one input after the other.
+    """
+    load_kernels()
+    result: Tensor = torch.ops.rankopt.lookup_sequences(store, plan, list(inputs), width)
+    return result
+
+
+def lookup_rows_reference(
+    store: Tensor, plan: Tensor, inputs: Sequence[Tensor], num_rows: int, width: int
+) -> Tensor:
+    """Compute `lookup_rows` in plain PyTorch, bit for bit."""
+    result = torch.zeros(num_rows, width)
+    for row in decode_plan(plan):
+        span = result[:, row.out : row.out + row.dim]
+        if row.mode == COPY:
+            span.copy_(inputs[row.source].reshape(num_rows, row.dim))
+            continue
+        ids, starts, ends = _bags(row, inputs, num_rows)
+        rows = _table(store, row)[ids.long()]
+        if row.weights >= 0:
+            rows = inputs[row.weights].reshape(-1, 1) * rows
+        pooled = _sum_in_order(rows, starts, ends)
+        if row.mode == MEAN:
+            pooled = pooled / (ends - starts).clamp(min=1).unsqueeze(1)
+        span.copy_(pooled)
+    return result
+
+
+def lookup_sequences_reference(
+    store: Tensor, plan: Tensor, inputs: Sequence[Tensor], width: int
+) -> Tensor:
+    """Compute `lookup_sequences` in plain PyTorch, bit for bit."""
+    parts = [
+        _table(store, row)[ids.reshape(-1).long()]
+        for row, ids in zip(decode_plan(plan), inputs, strict=True)
+    ]
+    return torch.cat([*parts, torch.zeros(0, width)])
+
+
+def _table(store: Tensor, row: PlanRow) -> Tensor:
+    dtype = DTYPES[row.storage]
+    size = row_bytes(row.dim, dtype)
+    packed = store[row.offset : row.offset + row.num_rows * size].view(row.num_rows, size)
+    return unpack_rows(packed, row.dim, dtype)
+
+
+def _bags(row: PlanRow, inputs: Sequence[Tensor], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ids of a lookup, and where each row's begin and end in them."""
+    ids = inputs[row.source]
+    if row.length:
+        chosen = ids.unsqueeze(1) if ids.dim() == 1 else ids
+        starts = torch.arange(num_rows) * row.length
+        flat = chosen[:, row.column : row.column + row.length].reshape(-1)
+        return flat, starts, starts + row.length
+    offsets = inputs[row.offsets].long()
+    edges = offsets
+    if len(offsets) == num_rows:
+        edges = torch.cat([offsets, torch.tensor([len(ids)])])
+    return ids, edges[:-1], edges[1:]
+
+
+def _sum_in_order(rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    lengths = ends - starts
+    pooled = torch.zeros(len(starts), rows.shape[1])
+    for place in range(int(lengths.max()) if len(lengths) else 0):
+        bags = (lengths > place).nonzero().squeeze(1)
+        values = rows[starts[bags] + place]
+        pooled[bags] = values if place == 0 else pooled[bags] + values
+    return pooled
+
+
+@dataclass(frozen=True)
+class LookupTraffic:
+    """Bytes that one call must move at least, every row counted as often as it is asked for.
+
+    Attributes:
+        row_bytes: read from the tables.
+        id_bytes: read from ids, offsets and weights.
+        result_bytes: written, and read where a piece is copied.
+    """
+
+    row_bytes: int
+    id_bytes: int
+    result_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.row_bytes + self.id_bytes + self.result_bytes
+
+
+def lookup_traffic(plan: Tensor, inputs: Sequence[Tensor], num_rows: int) -> LookupTraffic:
+    """Count the bytes that `lookup_rows` moves; of sequences, give each input's ids as lists."""
+    from_tables = from_ids = result = 0
+    for row in decode_plan(plan):
+        result += 4 * num_rows * row.dim
+        if row.mode == COPY:
+            result += 4 * num_rows * row.dim
+            continue
+        ids = inputs[row.source]
+        count = num_rows * row.length if row.length else ids.numel()
+        from_tables += count * row_bytes(row.dim, DTYPES[row.storage])
+        from_ids += count * (ID_BYTES[ids.dtype] + 4 * (row.weights >= 0))
+        from_ids += 8 * num_rows * (row.offsets >= 0)
+    return LookupTraffic(from_tables, from_ids, result)
+
+
+def aoti_c_shims() -> dict[Any, list[str]]:
+    """Return the C functions of the lookups, for `ops.aoti_c_shims`."""
+    load_kernels()
+    ops = torch.ops.rankopt
+    return {
+        ops.lookup_rows.default: [
+            "AOTITorchError aoti_torch_cpu_lookup_rows(AtenTensorHandle, AtenTensorHandle, "
+            "const AtenTensorHandle*, int64_t, int64_t, int64_t, AtenTensorHandle*)"
+        ],
+        ops.lookup_sequences.default: [
+            "AOTITorchError aoti_torch_cpu_lookup_sequences(AtenTensorHandle, AtenTensorHandle, "
+            "const AtenTensorHandle*, int64_t, int64_t, AtenTensorHandle*)"
+        ],
+    }
