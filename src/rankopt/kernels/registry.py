@@ -14,6 +14,16 @@ from torch import Tensor
 
 from rankopt.kernels import ops, reference
 from rankopt.kernels.build import load_kernels
+from rankopt.kernels.interaction import dot_reference, fm_reference
+from rankopt.kernels.interaction_cases import (
+    DOT_CASES,
+    FM_CASES,
+    InteractionCase,
+    dot_allowance,
+    dot_arguments,
+    fm_allowance,
+    fm_arguments,
+)
 from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
     LINEAR_CASES,
@@ -29,7 +39,7 @@ from rankopt.kernels.parity import (
 )
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase
+Case = LinearCase | RecurrentCase | InteractionCase
 
 
 @dataclass(frozen=True)
@@ -190,6 +200,22 @@ KERNELS: dict[str, Kernel] = {
             cases=RECURRENT_CASES,
             arguments=_lstm_arguments,
             allowance=_recurrent_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="dot_interaction",
+            reference=dot_reference,
+            cases=DOT_CASES,
+            arguments=dot_arguments,
+            allowance=dot_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="fm_interaction",
+            reference=fm_reference,
+            cases=FM_CASES,
+            arguments=fm_arguments,
+            allowance=fm_allowance,
             isas=True,
         ),
     )
