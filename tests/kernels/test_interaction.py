@@ -140,9 +140,9 @@ def test_one_field_has_no_pairs() -> None:
         ({"fields": [torch.zeros(2, 2, 4)]}, r"\[B, columns\]"),
         ({"fields": [torch.zeros(2, 8), torch.zeros(3, 8)]}, "must have 2 rows; got one with 3"),
         ({"fields": [torch.zeros(2, 9)]}, "fields of 4 columns must fill a piece; got one of 9"),
-        ({"fields": []}, "no fields"),
         ({"dim": 0}, "dim must be at least 1"),
         ({"before": [torch.zeros(3, 4)]}, "must have 2 rows"),
+        ({"before": [torch.zeros(2, 4)], "fields": []}, "there are no fields"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:
@@ -168,15 +168,14 @@ class Interactions(nn.Module):
         return dot, upper + 1, total, columns
 
 
-@pytest.mark.parametrize("c_shims", [False, True])
-def test_compiled_operators_equal_eager(tmp_path: Path, c_shims: bool) -> None:
+def test_compiled_operators_equal_eager(tmp_path: Path) -> None:
     module = Interactions()
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(
         module, (torch.zeros(4, 8), torch.zeros(4, 80)), dynamic_shapes=({0: batch}, {0: batch})
     )
-    shims = ops.aoti_c_shims() if c_shims else {}
-    with config.patch({"aot_inductor.custom_ops_to_c_shims": shims}):
+    # As artifacts are built. Without the C functions torch 2.13 hands an empty list over as None.
+    with config.patch({"aot_inductor.custom_ops_to_c_shims": ops.aoti_c_shims()}):
         path = aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     compiled = aoti_load_package(path)
     for num_rows in (1, 2, 5, 130):
