@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankopt.kernels import lookup
+from rankopt.kernels import interaction, lookup
 from rankopt.kernels.build import load_kernels
 
 
@@ -166,6 +166,7 @@ def aoti_c_shims() -> dict[Any, list[str]]:
     ops = torch.ops.rankopt
     return {
         **lookup.aoti_c_shims(),
+        **interaction.aoti_c_shims(),
         ops.linear_int8.default: [
             "AOTITorchError aoti_torch_cpu_linear_int8(AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, "

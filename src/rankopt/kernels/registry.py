@@ -21,6 +21,16 @@ from rankopt.kernels.lookup_cases import (
     lookup_arguments,
     sequence_arguments,
 )
+from rankopt.kernels.interaction import dot_reference, fm_reference
+from rankopt.kernels.interaction_cases import (
+    DOT_CASES,
+    FM_CASES,
+    InteractionCase,
+    dot_allowance,
+    dot_arguments,
+    fm_allowance,
+    fm_arguments,
+)
 from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
     LINEAR_CASES,
@@ -36,7 +46,7 @@ from rankopt.kernels.parity import (
 )
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase | LookupCase
+Case = LinearCase | RecurrentCase | LookupCase | InteractionCase
 
 
 @dataclass(frozen=True)
@@ -213,6 +223,22 @@ KERNELS: dict[str, Kernel] = {
             cases=SEQUENCE_CASES,
             arguments=sequence_arguments,
             allowance=None,
+            isas=True,
+        ),
+        Kernel(
+            name="dot_interaction",
+            reference=dot_reference,
+            cases=DOT_CASES,
+            arguments=dot_arguments,
+            allowance=dot_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="fm_interaction",
+            reference=fm_reference,
+            cases=FM_CASES,
+            arguments=fm_arguments,
+            allowance=fm_allowance,
             isas=True,
         ),
     )
