@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankopt.kernels import ops, reference
+from rankopt.kernels import attention_cases, ops, reference
+from rankopt.kernels.attention_cases import AttentionCase
 from rankopt.kernels.build import load_kernels
 from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
@@ -29,7 +30,7 @@ from rankopt.kernels.parity import (
 )
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase
+Case = LinearCase | RecurrentCase | AttentionCase
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,38 @@ KERNELS: dict[str, Kernel] = {
             cases=RECURRENT_CASES,
             arguments=_lstm_arguments,
             allowance=_recurrent_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="ragged_sum",
+            reference=attention_cases.ragged_sum,
+            cases=attention_cases.RAGGED_CASES,
+            arguments=attention_cases.ragged_sum_arguments,
+            allowance=attention_cases.ragged_sum_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="hstu_attention",
+            reference=attention_cases.hstu_attention,
+            cases=attention_cases.HSTU_CASES,
+            arguments=attention_cases.hstu_arguments,
+            allowance=attention_cases.hstu_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="hstu_candidate_attention",
+            reference=attention_cases.hstu_candidate_attention,
+            cases=attention_cases.CANDIDATE_CASES,
+            arguments=attention_cases.candidate_arguments,
+            allowance=attention_cases.candidate_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="target_attention",
+            reference=attention_cases.target_attention,
+            cases=attention_cases.TARGET_CASES,
+            arguments=attention_cases.target_arguments,
+            allowance=attention_cases.target_allowance,
             isas=True,
         ),
     )
