@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from rankopt.models.card import ModelCard, RaggedIdsInput
 from rankopt.passes.graph import arguments, aten, constant, fake, is_lookup_of
 
-_MOST_CELLS = 1 << 24
+_MOST_CELLS = 1 << 26
 """A probe of the allowed pairs holds M * S * S cells; beyond this it is not made."""
 
 
