@@ -14,6 +14,7 @@ from rankopt.errors import RecipeError, nearest
 from rankopt.passes.base import Pass
 
 PASSES: dict[str, str] = {
+    "fuse_attention": "rankopt.passes.fuse_attention:FuseAttention",
     "fuse_embeddings": "rankopt.passes.fuse_embeddings:FuseEmbeddings",
     "quantize_embeddings": "rankopt.passes.quantize_embeddings:QuantizeEmbeddings",
     "fuse_interaction": "rankopt.passes.fuse_interaction:FuseInteraction",

@@ -12,15 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankopt.kernels import lookup, ops, reference
+from rankopt.kernels import attention_cases, lookup, ops, reference
+from rankopt.kernels.attention_cases import AttentionCase
 from rankopt.kernels.build import load_kernels
-from rankopt.kernels.lookup_cases import (
-    LOOKUP_CASES,
-    SEQUENCE_CASES,
-    LookupCase,
-    lookup_arguments,
-    sequence_arguments,
-)
 from rankopt.kernels.interaction import dot_reference, fm_reference
 from rankopt.kernels.interaction_cases import (
     DOT_CASES,
@@ -30,6 +24,13 @@ from rankopt.kernels.interaction_cases import (
     dot_arguments,
     fm_allowance,
     fm_arguments,
+)
+from rankopt.kernels.lookup_cases import (
+    LOOKUP_CASES,
+    SEQUENCE_CASES,
+    LookupCase,
+    lookup_arguments,
+    sequence_arguments,
 )
 from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
@@ -46,7 +47,7 @@ from rankopt.kernels.parity import (
 )
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase | LookupCase | InteractionCase
+Case = LinearCase | RecurrentCase | LookupCase | InteractionCase | AttentionCase
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,38 @@ KERNELS: dict[str, Kernel] = {
             cases=FM_CASES,
             arguments=fm_arguments,
             allowance=fm_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="ragged_sum",
+            reference=attention_cases.ragged_sum,
+            cases=attention_cases.RAGGED_CASES,
+            arguments=attention_cases.ragged_sum_arguments,
+            allowance=attention_cases.ragged_sum_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="hstu_attention",
+            reference=attention_cases.hstu_attention,
+            cases=attention_cases.HSTU_CASES,
+            arguments=attention_cases.hstu_arguments,
+            allowance=attention_cases.hstu_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="hstu_candidate_attention",
+            reference=attention_cases.hstu_candidate_attention,
+            cases=attention_cases.CANDIDATE_CASES,
+            arguments=attention_cases.candidate_arguments,
+            allowance=attention_cases.candidate_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="target_attention",
+            reference=attention_cases.target_attention,
+            cases=attention_cases.TARGET_CASES,
+            arguments=attention_cases.target_arguments,
+            allowance=attention_cases.target_allowance,
             isas=True,
         ),
     )

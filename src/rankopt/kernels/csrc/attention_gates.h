@@ -1,0 +1,101 @@
+// The steps between the products of an attention, written once and compiled for each instruction
+// set; see recurrent_gates.h, whose rules hold here too.
+
+// By bits, not by ?:, as in recurrent_gates.h; exp_of is the one there.
+inline float choose(bool condition, float yes, float no) {
+  const int32_t mask = -static_cast<int32_t>(condition);
+  return __builtin_bit_cast(float, (__builtin_bit_cast(int32_t, yes) & mask) |
+                                       (__builtin_bit_cast(int32_t, no) & ~mask));
+}
+
+inline float exp_of(float x) {
+  x = choose(x < -87.0f, -87.0f, x);  // NaN passes both
+  x = choose(x > 88.0f, 88.0f, x);
+  constexpr float kRound = 12582912.0f;  // adding it rounds to a whole number
+  const float shifted = x * 1.44269504088896341f + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const float mantissa = (p * (r * r) + r) + 1.0f;
+  const int32_t exponent =
+      __builtin_bit_cast(int32_t, shifted) - __builtin_bit_cast(int32_t, kRound) + 127;
+  return mantissa * __builtin_bit_cast(float, exponent << 23);
+}
+
+// Below -88 the true value is under 1e-36, where exp_of no longer follows; -inf gives NaN.
+inline float silu_of(float x) {
+  return choose(x < -88.0f, x * 0.0f, x / (1.0f + exp_of(-x)));
+}
+
+// scores[j] -> silu(scores[j] * score_scale + bias[j]) * weight_scale
+void weigh(float* __restrict scores, int64_t num_keys, const float* __restrict bias,
+           float score_scale, float weight_scale) {
+  if (bias == nullptr) {
+    for (int64_t j = 0; j < num_keys; ++j)
+      scores[j] = silu_of(scores[j] * score_scale) * weight_scale;
+    return;
+  }
+  for (int64_t j = 0; j < num_keys; ++j)
+    scores[j] = silu_of(scores[j] * score_scale + bias[j]) * weight_scale;
+}
+
+void activate(float* __restrict values, int64_t size, bool silu) {
+  if (silu) {
+    for (int64_t i = 0; i < size; ++i) values[i] = silu_of(values[i]);
+    return;
+  }
+  for (int64_t i = 0; i < size; ++i) values[i] = 1.0f / (1.0f + exp_of(-values[i]));
+}
+
+// One lane of a wide product: the same order of sums.
+float dot(const float* a, const float* b, int64_t size) {
+  float sum = 0.0f;
+  for (int64_t d = 0; d < size; ++d) sum = __builtin_fmaf(a[d], b[d], sum);
+  return sum;
+}
+
+void add_scaled(float weight, const float* __restrict row, int64_t size, float* __restrict out) {
+  for (int64_t d = 0; d < size; ++d) out[d] = __builtin_fmaf(weight, row[d], out[d]);
+}
+
+// out[k][lane] = key[k][lane] + product[k][lane] * query[k]
+void mix(const float* __restrict key, const float* __restrict product,
+         const float* __restrict query, int64_t num_tiles, int64_t num_inputs,
+         float* __restrict out) {
+  for (int64_t tile = 0; tile < num_tiles; ++tile)
+    for (int64_t k = 0; k < num_inputs; ++k) {
+      const int64_t at = (tile * num_inputs + k) * 16;
+      for (int64_t lane = 0; lane < 16; ++lane)
+        out[at + lane] = __builtin_fmaf(product[at + lane], query[k], key[at + lane]);
+    }
+}
+
+// Rows [num_rows, width] with a stride into tiles of sixteen rows, [ceil(num_rows / 16)][width][16],
+// from row `first` of the tiles on.
+void interleave(const float* rows, int64_t stride, int64_t num_rows, int64_t width, int64_t first,
+                float* __restrict tiles) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    float* to = tiles + (first + r) / 16 * 16 * width + (first + r) % 16;
+    const float* from = rows + r * stride;
+    for (int64_t d = 0; d < width; ++d) to[d * 16] = from[d];
+  }
+}
+
+// The same rows into tiles of sixteen columns, [ceil(width / 16)][total][16].
+void columns(const float* rows, int64_t stride, int64_t num_rows, int64_t width, int64_t first,
+             int64_t total, float* __restrict tiles) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const float* from = rows + r * stride;
+    float* to = tiles + (first + r) * 16;
+    int64_t d = 0;
+    for (; d + 16 <= width; d += 16, to += total * 16)
+      for (int64_t lane = 0; lane < 16; ++lane) to[lane] = from[d + lane];
+    if (d < width)
+      for (int64_t lane = 0; lane < 16; ++lane) to[lane] = d + lane < width ? from[d + lane] : 0.0f;
+  }
+}

@@ -1,0 +1,599 @@
+"""Follow a rectangle of ragged ids through a graph and compute its present tokens only.
+
+Every operator that treats tokens alike is emitted a second time on packed rows: no row for a place
+without an id, so nothing is computed there. Where tokens meet, in attention and in sums, an operator
+that knows the lengths takes over. What is not understood refuses the whole rectangle, so a rewrite
+never mixes the two forms.
+
+Shapes: B rows, C context tokens before the ids, H places for ids, S = C + H + 1 positions when a
+token of the candidate's own follows, T packed tokens (B * C + L ids), A heads, K width of a head.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from rankopt.passes.emit import Emitter
+from rankopt.passes.graph import arguments, aten, constant, fake, schema_values
+from rankopt.passes.rectangles import Rectangle, masks_absent, masks_pairs
+from rankopt.passes.target import fuse_target
+
+
+class Refusal(Exception):
+    """A rectangle that stays as it is, with the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Tokens of a sequence, each with a vector of features.
+
+    Attributes:
+        tokens: context and ids, [T, width], or [T] for one feature without a dim.
+        own: the token after them, [B, width]; None where there is none.
+        num_before: C.
+        of_rows: the [B, width] whose rows the tokens repeat, where they do.
+    """
+
+    tokens: Node
+    own: Node | None = None
+    num_before: int = 0
+    of_rows: Node | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """A vector of features split up: the whole, and where each part begins and ends."""
+
+    whole: Packed
+    bounds: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """Features laid out by head, [B, A, S, K], or [B, A, K, S] when `turned`."""
+
+    packed: Packed
+    num_heads: int
+    turned: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Products of queries and keys, [B, A, S, S], and what was done to them since."""
+
+    queries: Packed
+    keys: Packed
+    num_heads: int
+    score_scale: float = 1.0
+    bias: Tensor | None = None
+    activated: bool = False
+    weight_scale: float = 1.0
+    causal: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """One number per token, zero where no id stands; [B, 1, H] when `row`."""
+
+    packed: Packed
+    row: bool = False
+
+
+Value = Packed | Slices | Heads | Scores | Masked
+_UNARY = {
+    aten.silu.default,
+    aten.relu.default,
+    aten.sigmoid.default,
+    aten.tanh.default,
+    aten.gelu.default,
+    aten.neg.default,
+    aten.square.default,
+    aten.leaky_relu.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.hardtanh.default,
+    aten.elu.default,
+}
+_BINARY = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_RESHAPES = {aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten.view_as.default}
+_EXPANDS = {aten.expand.default, aten.expand_as.default, aten.repeat.default}
+
+
+class Packer:
+    """Rewrites what one rectangle feeds.
+
+    Attributes:
+        notes: what was done, one sentence per attention.
+    """
+
+    def __init__(self, module: GraphModule, emitter: Emitter, rectangle: Rectangle) -> None:
+        self.notes: list[str] = []
+        self._module = module
+        self._emitter = emitter
+        self._rectangle = rectangle
+        self._values: dict[Node, Value] = {}
+        self._results: list[tuple[Node, Node]] = []
+        self._row_index: Node | None = None
+
+    def run(self) -> None:
+        """Rewrite the graph.
+
+        Raises:
+            Refusal: something that reads the rectangle is not understood; the graph computes what
+                it did before.
+        """
+        self._values[self._rectangle.node] = Packed(self._rectangle.ragged.values)
+        ends: set[Node] = set()
+        for node in list(self._module.graph.nodes):
+            read = [each for each in node.all_input_nodes if each in self._values]
+            if node.op == "output" and read:
+                raise Refusal("the graph returns the states of its places")
+            if not read or node in self._values or node.target is aten.sym_size.int:
+                continue
+            with self._emitter.before(node):
+                done = self._apply(node)
+            if isinstance(done, Node):
+                self._results.append((node, done))
+                ends.add(node)
+            else:
+                self._values[node] = done
+        if not ends or not self.notes:
+            raise Refusal("no attention and no masked sum reads it")
+        for old, new in self._results:
+            self._emitter.replace(old, new)
+
+    def _apply(self, node: Node) -> Value | Node:
+        handlers: Sequence[tuple[Callable[[Any], bool], Callable[[Node], Value | Node]]] = (
+            (lambda t: t is aten.embedding.default, self._embedding),
+            (lambda t: t in _UNARY or t is aten.prelu.default, self._unary),
+            (lambda t: t in _BINARY, self._binary),
+            (lambda t: t is aten.linear.default, self._linear),
+            (lambda t: t is aten.layer_norm.default, self._layer_norm),
+            (lambda t: t is aten.batch_norm.default, self._batch_norm),
+            (lambda t: t is aten.cat.default, self._cat),
+            (lambda t: t in {aten.chunk.default, aten.split.Tensor}, self._split),
+            (lambda t: t is operator.getitem, self._part),
+            (lambda t: t in _RESHAPES, self._reshape),
+            (lambda t: t in _EXPANDS, self._expand),
+            (lambda t: t in {aten.transpose.int, aten.permute.default}, self._turn),
+            (lambda t: t in {aten.matmul.default, aten.bmm.default}, self._product),
+            (lambda t: t is aten.masked_fill.Scalar, self._mask),
+            (lambda t: t is aten.unsqueeze.default, self._unsqueeze),
+            (lambda t: t is aten.select.int, self._select),
+        )
+        for matches, handle in handlers:
+            if matches(node.target):
+                return handle(node)
+        raise self._unknown(node)
+
+    def _unknown(self, node: Node) -> Refusal:
+        kind = str(node.target).removeprefix("aten.").partition(".")[0]
+        return Refusal(f"{node.name} ({kind}) is not known to treat places alike")
+
+    def _packed(self, node: object, reader: Node) -> Packed:
+        value = self._values.get(node) if isinstance(node, Node) else None
+        if not isinstance(value, Packed):
+            raise self._unknown(reader)
+        return value
+
+    def _each(self, packed: Packed, make: Callable[[Node], Node]) -> Packed:
+        own = None if packed.own is None else make(packed.own)
+        return replace(packed, tokens=make(packed.tokens), own=own, of_rows=None)
+
+    # Operators that treat tokens alike.
+
+    def _embedding(self, node: Node) -> Value:
+        table, ids, *rest = node.args
+        if constant(self._module, table) is None:
+            raise self._unknown(node)
+        packed = self._packed(ids, node)
+        return self._each(packed, lambda t: self._emitter.call(node.target, table, t, *rest))
+
+    def _unary(self, node: Node) -> Value:
+        value = self._values[arguments(node)[0]]
+        if isinstance(value, Scores):
+            if node.target is not aten.silu.default or value.activated or value.causal is not None:
+                raise self._unknown(node)
+            return replace(value, activated=True)
+        packed = self._packed(arguments(node)[0], node)
+        if node.target is aten.prelu.default:
+            slope = constant(self._module, arguments(node)[1])
+            # A slope per channel would read dim 1, which is the place in a rectangle.
+            if slope is None or (slope.numel() > 1 and fake(node).dim() != 2):
+                raise self._unknown(node)
+        rest = node.args[1:]
+        return self._each(
+            packed, lambda t: self._emitter.call(node.target, t, *rest, **node.kwargs)
+        )
+
+    def _binary(self, node: Node) -> Value:
+        left, right = arguments(node)[:2]
+        for value in (self._known(left), self._known(right)):
+            if isinstance(value, Scores):
+                return self._on_scores(node, value)
+        if node.kwargs:
+            raise self._unknown(node)
+        like = next(v for v in (self._known(left), self._known(right)) if v is not None)
+        if not isinstance(like, Packed):
+            raise self._unknown(node)
+        sides = [self._operand(side, like, node) for side in (left, right)]
+
+        def made(pick: Callable[[Packed], Any]) -> Node:
+            picked = [pick(side) if isinstance(side, Packed) else side for side in sides]
+            return self._emitter.call(node.target, *picked)
+
+        tokens = made(lambda side: side.tokens)
+        own = None if like.own is None else made(lambda side: side.own)
+        return Packed(tokens, own, like.num_before)
+
+    def _known(self, node: object) -> Value | None:
+        return self._values.get(node) if isinstance(node, Node) else None
+
+    def _operand(self, side: object, like: Packed, node: Node) -> Any:
+        """Return what stands beside packed tokens: packed too, a number, or features alone."""
+        known = self._known(side)
+        if isinstance(known, Packed):
+            if (known.own is None) != (like.own is None) or known.num_before != like.num_before:
+                raise self._unknown(node)
+            return known
+        if known is not None:
+            raise self._unknown(node)
+        if not isinstance(side, Node) or fake(side).dim() == 0:
+            return side
+        if constant(self._module, side) is not None and fake(side).dim() == 1:
+            if fake(node).dim() != (2 if self._is_flat(node) else 3):
+                raise self._unknown(node)
+            return side
+        repeated = self._rows_of(side)
+        if repeated is None:
+            raise self._unknown(node)
+        return self._repeat(repeated, like, node)
+
+    def _rows_of(self, node: Node) -> Node | None:
+        """Return the [B, width] that a [B, 1, width] or [B, S, width] repeats; None without."""
+        while node.target in _EXPANDS and isinstance(node.args[0], Node):
+            node = arguments(node)[0]
+        shape = fake(node).shape
+        if len(shape) != 3 or shape[1] != 1:
+            return None
+        if node.target is aten.unsqueeze.default and arguments(node)[1] in (1, -2):
+            return arguments(node)[0]
+        return self._emitter.call(aten.squeeze.dim, node, 1)
+
+    def _repeat(self, rows: Node, like: Packed, node: Node) -> Packed:
+        if like.num_before or like.own is not None:
+            raise self._unknown(node)
+        if self._row_index is None:
+            ragged = self._rectangle.ragged
+            self._row_index = self._emitter.call(
+                torch.ops.rankopt.ragged_rows.default, ragged.lengths, ragged.values
+            )
+        tokens = self._emitter.call(aten.index_select.default, rows, 0, self._row_index)
+        return Packed(tokens, of_rows=rows)
+
+    def _linear(self, node: Node) -> Value:
+        packed = self._packed(arguments(node)[0], node)
+        self._require_vector(arguments(node)[0], node)
+        rest = node.args[1:]
+        return self._each(packed, lambda t: self._emitter.call(node.target, t, *rest))
+
+    def _layer_norm(self, node: Node) -> Value:
+        packed = self._packed(arguments(node)[0], node)
+        self._require_vector(arguments(node)[0], node)
+        if len(arguments(node)[1]) != 1:
+            raise self._unknown(node)
+        rest = node.args[1:]
+        return self._each(packed, lambda t: self._emitter.call(node.target, t, *rest))
+
+    def _batch_norm(self, node: Node) -> Value:
+        packed = self._packed(arguments(node)[0], node)
+        if schema_values(node)["training"] or not self._is_flat(arguments(node)[0]):
+            raise self._unknown(node)
+        rest = node.args[1:]
+        return self._each(packed, lambda t: self._emitter.call(node.target, t, *rest))
+
+    def _is_flat(self, node: Node) -> bool:
+        """Tell [B * S, width] from [B, S, ...]."""
+        return str(fake(node).shape[0]) != str(self._num_rows)
+
+    @property
+    def _num_rows(self) -> Any:
+        return fake(self._rectangle.ragged.lengths).shape[0]
+
+    def _features(self, node: Node) -> tuple[Any, ...]:
+        """Return the sizes of a token's features."""
+        return tuple(fake(node).shape[1 if self._is_flat(node) else 2 :])
+
+    def _require_vector(self, node: Node, reader: Node) -> None:
+        if len(self._features(node)) != 1:
+            raise self._unknown(reader)
+
+    # Operators that move features or tokens.
+
+    def _cat(self, node: Node) -> Value:
+        pieces: Sequence[Any] = arguments(node)[0]
+        dim = int(arguments(node)[1]) if len(node.args) > 1 else 0
+        rank = fake(node).dim()
+        dim = dim + rank if dim < 0 else dim
+        if dim == rank - 1 and rank == (2 if self._is_flat(node) else 3):
+            like = next(p for p in map(self._known, pieces) if p is not None)
+            if not isinstance(like, Packed):
+                raise self._unknown(node)
+            sides = [self._operand(piece, like, node) for piece in pieces]
+            if not all(isinstance(side, Packed) for side in sides):
+                raise self._unknown(node)
+            tokens = self._emitter.call(aten.cat.default, [side.tokens for side in sides], 1)
+            own = None
+            if like.own is not None:
+                own = self._emitter.call(aten.cat.default, [side.own for side in sides], 1)
+            return Packed(tokens, own, like.num_before)
+        if dim == 1 and rank == 3:
+            return self._sequence(pieces, node)
+        raise self._unknown(node)
+
+    def _sequence(self, pieces: Sequence[Any], node: Node) -> Value:
+        """Join context tokens, the ids and a token of the candidate's own."""
+        places = [index for index, piece in enumerate(pieces) if self._known(piece) is not None]
+        ids = self._packed(pieces[places[0]], node)
+        if len(places) != 1 or ids.own is not None or ids.num_before:
+            raise self._unknown(node)
+        before, after = pieces[: places[0]], pieces[places[0] + 1 :]
+        widths = [fake(piece).shape[1] for piece in (*before, *after)]
+        if not all(isinstance(width, int) for width in widths) or len(after) > 1:
+            raise self._unknown(node)
+        if after and widths[-1] != 1:
+            raise Refusal(f"{widths[-1]} places follow the ids, and one is understood")
+        tokens = ids.tokens
+        num_before = sum(widths[: len(before)])
+        if before:
+            joined = before[0] if len(before) == 1 else self._call_cat(list(before), 1)
+            flat = self._emitter.call(aten.flatten.using_ints, joined, 0, 1)
+            tokens = self._call_cat([flat, tokens], 0)
+        own = self._emitter.call(aten.squeeze.dim, after[0], 1) if after else None
+        return Packed(tokens, own, num_before)
+
+    def _call_cat(self, pieces: list[Node], dim: int) -> Node:
+        return self._emitter.call(aten.cat.default, pieces, dim)
+
+    def _split(self, node: Node) -> Value:
+        source, count = arguments(node)[:2]
+        packed = self._packed(source, node)
+        self._require_vector(source, node)
+        dim = int(arguments(node)[2]) if len(node.args) > 2 else 0
+        if dim not in (-1, fake(source).dim() - 1):
+            raise self._unknown(node)
+        bounds, at = [], 0
+        for part in node.meta["val"]:
+            bounds.append((at, at + int(part.shape[-1])))
+            at = bounds[-1][1]
+        return Slices(packed, tuple(bounds))
+
+    def _part(self, node: Node) -> Value:
+        value = self._values[arguments(node)[0]]
+        if not isinstance(value, Slices):
+            raise self._unknown(node)
+        begin, end = value.bounds[arguments(node)[1]]
+        return self._each(
+            value.whole, lambda t: self._emitter.call(aten.slice.Tensor, t, 1, begin, end)
+        )
+
+    def _reshape(self, node: Node) -> Value:
+        """Follow a change of form; tokens themselves stay [T, width]."""
+        source = arguments(node)[0]
+        if source not in self._values:
+            raise self._unknown(node)
+        packed = self._packed(source, node)
+        shape = fake(node).shape
+        flat = self._is_flat(node)
+        if not flat and shape[1] != self._num_places(packed):
+            raise self._unknown(node)
+        if flat and str(shape[0]) != str(self._num_rows * self._num_places(packed)):
+            raise self._unknown(node)
+        before, after = self._features(source), self._features(node)
+        if prod(before) != prod(after):
+            raise self._unknown(node)
+        if bool(before) == bool(after):
+            return packed
+        shape_of = [-1] if not after else [-1, prod(after)]
+        return self._each(
+            packed, lambda t: self._emitter.call(aten.reshape.default, t, shape_of)
+        )
+
+    def _num_places(self, packed: Packed) -> int:
+        return packed.num_before + self._rectangle.num_slots + (packed.own is not None)
+
+    def _expand(self, node: Node) -> Value:
+        """Follow rows that are repeated to the size of packed tokens."""
+        source = arguments(node)[0]
+        like = self._known(arguments(node)[1]) if node.target is aten.expand_as.default else None
+        if source in self._values or not isinstance(like, Packed):
+            raise self._unknown(node)
+        rows = self._rows_of(node)
+        if rows is None or fake(node).shape[1] != self._num_places(like):
+            raise self._unknown(node)
+        return self._repeat(rows, like, node)
+
+    # Attention.
+
+    def _turn(self, node: Node) -> Value:
+        source = arguments(node)[0]
+        value = self._values[source]
+        axes = _axes(node)
+        if isinstance(value, Heads):
+            if axes == (0, 1, 3, 2):
+                return replace(value, turned=not value.turned)
+            if axes == (0, 2, 1, 3) and not value.turned:
+                return value.packed
+        elif isinstance(value, Packed) and not self._is_flat(source):
+            if axes == (0, 2, 1, 3):
+                return Heads(value, int(fake(source).shape[2]))
+            if axes == (0, 2, 3, 1):
+                return Heads(value, int(fake(source).shape[2]), turned=True)
+            if axes == (0, 2, 1):
+                return Heads(value, 1, turned=True)
+        raise self._unknown(node)
+
+    def _product(self, node: Node) -> Value | Node:
+        left, right = (self._known(each) for each in arguments(node)[:2])
+        if isinstance(left, Masked) and left.row and isinstance(right, Packed):
+            return self._masked_sum(left.packed, right, node)
+        left, right = (Heads(v, 1) if isinstance(v, Packed) else v for v in (left, right))
+        if not isinstance(right, Heads):
+            raise self._unknown(node)
+        if isinstance(left, Heads) and not left.turned and right.turned:
+            return Scores(left.packed, right.packed, left.num_heads)
+        if isinstance(left, Scores) and not right.turned:
+            attended = self._attend(left, right, node)
+            return attended if fake(node).dim() == 3 else Heads(attended, right.num_heads)
+        raise self._unknown(node)
+
+    def _on_scores(self, node: Node, scores: Scores) -> Value:
+        """Follow a scale or a bias."""
+        left, right = arguments(node)[:2]
+        first = self._known(left) is scores
+        other = right if first else left
+        if scores.causal is not None or node.kwargs:
+            raise self._unknown(node)
+        number = _number(self._module, other)
+        if number is not None and node.target is aten.mul.Tensor:
+            return self._scaled(scores, number)
+        if number is not None and node.target is aten.div.Tensor and first:
+            return self._scaled(scores, 1.0 / number)
+        bias = constant(self._module, other)
+        if bias is not None and node.target is aten.add.Tensor and not scores.activated:
+            bias = bias.reshape(-1, *bias.shape[-2:]).expand(scores.num_heads, -1, -1)
+            return replace(scores, bias=bias if scores.bias is None else scores.bias + bias)
+        raise self._unknown(node)
+
+    def _scaled(self, scores: Scores, number: float) -> Scores:
+        if scores.activated:
+            return replace(scores, weight_scale=scores.weight_scale * number)
+        bias = None if scores.bias is None else scores.bias * number
+        return replace(scores, score_scale=scores.score_scale * number, bias=bias)
+
+    def _mask(self, node: Node) -> Value:
+        source, mask, fill = arguments(node)[:3]
+        value = self._values.get(source)
+        if mask in self._values or float(fill) != 0.0:
+            raise Refusal(f"{node.name} fills masked places with {fill}, not with 0")
+        if isinstance(value, Scores) and value.activated:
+            packed = value.queries
+            absent, later = masks_pairs(
+                self._rectangle, mask, packed.num_before, int(packed.own is not None)
+            )
+            if not absent:
+                raise Refusal(f"{node.name} does not hide just the keys where no id stands")
+            if packed.own is not None and not later:
+                raise Refusal("earlier tokens see the candidate's")
+            return replace(value, causal=later)
+        packed = self._packed(source, node)
+        if packed.own is not None or packed.num_before or not masks_absent(self._rectangle, mask):
+            raise Refusal(f"{node.name} does not hide just the places where no id stands")
+        if self._features(node):
+            raise self._unknown(node)
+        return Masked(packed)
+
+    def _attend(self, scores: Scores, values: Heads, node: Node) -> Packed:
+        q, k, v = scores.queries, scores.keys, values.packed
+        if scores.causal is None or scores.num_heads != values.num_heads:
+            raise Refusal(f"{node.name} sums values without a mask")
+        if len({(each.own is None, each.num_before) for each in (q, k, v)}) != 1:
+            raise self._unknown(node)
+        emitter, ragged = self._emitter, self._rectangle.ragged
+        bias = self._bias_by_distance(scores, node)
+        sizes = (scores.num_heads, q.num_before, self._rectangle.num_slots)
+        scales = (scores.score_scale, scores.weight_scale)
+        side = self._rectangle.align_right
+        tokens = emitter.call(
+            torch.ops.rankopt.hstu_attention.default,
+            *(q.tokens, k.tokens, v.tokens, ragged.lengths, bias, *sizes),
+            *(side, bool(scores.causal), *scales),
+        )
+        own = None
+        if q.own is not None:
+            own = emitter.call(
+                torch.ops.rankopt.hstu_candidate_attention.default,
+                *(q.own, k.tokens, v.tokens, k.own, v.own, ragged.lengths, None, bias),
+                *(*sizes, side, *scales),
+            )
+        self.notes.append(f"{ragged.name}: attention over {node.name} on present tokens only")
+        return Packed(tokens, own, q.num_before)
+
+    def _bias_by_distance(self, scores: Scores, node: Node) -> Node | None:
+        """Store a bias [A, S, S] by the distance of key and query, [A, 2 S - 1]."""
+        if scores.bias is None:
+            return None
+        num_places = self._num_places(scores.queries)
+        # The kernels count a place for the candidate's token whether it is there or not.
+        num_positions = scores.queries.num_before + self._rectangle.num_slots + 1
+        table = scores.bias.new_zeros(scores.num_heads, 2 * num_positions - 1)
+        at = torch.arange(num_places)
+        distance = at[None, :] - at[:, None]
+        used = distance <= 0 if scores.causal else torch.ones_like(distance, dtype=torch.bool)
+        index = (distance + num_positions - 1)[used]
+        table[:, index] = scores.bias[:, used]
+        if not torch.equal(table[:, index], scores.bias[:, used]):
+            raise Refusal(f"{node.name} adds a bias that depends on more than the distance")
+        return self._emitter.read(self._emitter.add("attention_bias", table))
+
+    # Ends.
+
+    def _unsqueeze(self, node: Node) -> Value:
+        value = self._values[arguments(node)[0]]
+        if isinstance(value, Masked) and not value.row and arguments(node)[1] in (1, -2):
+            return replace(value, row=True)
+        raise self._unknown(node)
+
+    def _masked_sum(self, weights: Packed, keys: Packed, node: Node) -> Node:
+        """Sum weighted tokens of each row: [B, 1, H] times [B, H, D]."""
+        ragged, emitter = self._rectangle.ragged, self._emitter
+        num_slots = self._rectangle.num_slots
+        if keys.own is not None or keys.num_before:
+            raise self._unknown(node)
+        summed = fuse_target(
+            self._module, emitter, weights.tokens, keys.tokens, ragged.lengths, num_slots
+        )
+        how = "its scores in the same call"
+        if summed is None:
+            how = "scores of present ids only"
+            summed = emitter.call(
+                torch.ops.rankopt.ragged_sum.default,
+                *(weights.tokens, keys.tokens, ragged.lengths, num_slots),
+            )
+        self.notes.append(f"{ragged.name}: weighted sum {node.name} over present ids, {how}")
+        return emitter.call(aten.unsqueeze.default, summed, 1)
+
+    def _select(self, node: Node) -> Node:
+        source, dim, index = arguments(node)[:3]
+        packed = self._packed(source, node)
+        places = self._num_places(packed)
+        if dim != 1 or self._is_flat(source) or index not in (-1, places - 1):
+            raise Refusal(f"{node.name} reads place {index}, and only the last is understood")
+        if packed.own is None:
+            raise Refusal(f"{node.name} reads a place that may hold no id")
+        return packed.own
+
+
+def _axes(node: Node) -> tuple[int, ...]:
+    rank = fake(node).dim()
+    if node.target is aten.permute.default:
+        return tuple(axis % rank for axis in arguments(node)[1])
+    first, second = (int(axis) % rank for axis in arguments(node)[1:3])
+    axes = list(range(rank))
+    axes[first], axes[second] = second, first
+    return tuple(axes)
+
+
+def _number(module: GraphModule, value: object) -> float | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    held = constant(module, value)
+    return float(held) if held is not None and held.numel() == 1 and held.dim() == 0 else None
