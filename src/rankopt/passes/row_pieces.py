@@ -38,13 +38,20 @@ def parts_of(node: Node) -> list[Node] | None:
     if node.op != "call_function" or node.target not in (aten.cat.default, aten.stack.default):
         return None
     given = arguments(node)
-    value = fake(node)
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
     dim = given[1] if len(given) > 1 else node.kwargs.get("dim", 0)
     dim %= value.dim()
     in_front = value.shape[1:dim]
     if dim == 0 or any(not isinstance(size, int) or size != 1 for size in in_front):
         return None
-    parts = [part for part in given[0] if fake(part).dim() > 1 or node.target != aten.cat.default]
+    parts = list(given[0])
+    if any(not isinstance(part.meta.get("val"), torch.Tensor) for part in parts):
+        return None  # put there since the graph was traced
+    if node.target == aten.cat.default:
+        # As ever, a piece of shape [0] is nothing.
+        parts = [part for part in parts if fake(part).dim() > 1]
     return parts if all(fake(part).dtype == value.dtype for part in parts) else None
 
 
