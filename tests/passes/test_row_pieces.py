@@ -80,7 +80,7 @@ def repeated(m: Fields, vectors: list[Tensor], pooled: Tensor, dense: Tensor) ->
 
 def in_rows(m: Fields, vectors: list[Tensor], pooled: Tensor, dense: Tensor) -> Tensor:
     """Behind each other as rows: no row of the result holds them side by side."""
-    return torch.cat([vectors[0], vectors[1]], dim=0)[: len(dense)] * pooled
+    return torch.cat([vectors[0], vectors[1]], dim=0)[: dense.shape[0]] * pooled
 
 
 JOINS: dict[str, tuple[Join, int]] = {

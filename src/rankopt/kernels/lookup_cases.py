@@ -55,8 +55,10 @@ class LookupCase:
 
 
 def _fits(dim: int, dtype: TableDtype) -> bool:
-    return dtype == "fp32" or refusal(dim, dtype) is None or "bytes against" in str(
-        refusal(dim, dtype)
+    return (
+        dtype == "fp32"
+        or refusal(dim, dtype) is None
+        or "bytes against" in str(refusal(dim, dtype))
     )
 
 
@@ -123,9 +125,7 @@ class _Draw:
     def lists(self, form: Form) -> dict[str, Any]:
         """Draw ids, offsets and weights of one lookup on lists."""
         longest = {"long": 200, "empty": 0}.get(form, 6)
-        lengths = torch.randint(
-            0, longest + 1, (self.case.num_rows,), generator=self.generator
-        )
+        lengths = torch.randint(0, longest + 1, (self.case.num_rows,), generator=self.generator)
         lengths[::3] = 0 if form != "long" else longest
         ends = lengths.cumsum(0)
         count = int(ends[-1]) if len(ends) else 0
