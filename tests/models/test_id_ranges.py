@@ -222,8 +222,8 @@ def test_an_artifact_scores_ids_out_of_range_as_the_eager_model_does(tmp_path: A
         wild = dict(features)
         wild["user"] = torch.randint(-100, 100, (batch,), generator=generator)
         wild["wide"] = torch.randint(-100, 100, (batch, 2), generator=generator)
-        for given in (features, wild):
-            torch.testing.assert_close(artifact(given), eager(given), rtol=1e-5, atol=1e-5)
+        for call in (features, wild):
+            torch.testing.assert_close(artifact(call), eager(call), rtol=1e-5, atol=1e-5)
         if len(features["bag.values"]):
             broken = dict(wild, **{"bag.values": features["bag.values"] + 11})
             with pytest.raises(ContractError, match=r"bag\.values\[0\]: must be an id"):

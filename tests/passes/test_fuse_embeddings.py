@@ -29,7 +29,6 @@ from rankopt.passes.table_batched import find_calls
 from rankopt.selectors import Rule
 from rankopt.tables import table_weight
 
-
 PLAN_ROW_BYTES = 8 * len(FIELDS)
 
 

@@ -51,8 +51,9 @@ def row_width(node: Node) -> int | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
+    sizes: tuple[Any, ...] = tuple(value.shape[1:])
     width = 1
-    for size in value.shape[1:]:
+    for size in sizes:
         if not isinstance(size, int):
             return None
         width *= size
@@ -159,7 +160,7 @@ def rectangle(lookup: Lookup) -> Node | None:
     matrix = arguments(flat)[0]
     value = fake(matrix)
     rows = str(fake(offsets).shape[0])
-    fits = value.dim() == 2 and isinstance(value.shape[1], int) and value.shape[1] == step
+    fits = value.dim() == 2 and row_width(matrix) == step
     return matrix if fits and fake(ids).dim() == 1 and str(value.shape[0]) == rows else None
 
 
