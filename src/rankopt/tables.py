@@ -1,4 +1,4 @@
-"""Embedding rows as fbgemm's table-batched lookup stores them.
+"""Embedding rows as a lookup call stores them.
 
 A table batch is one flat byte array: tables one after the other, rows packed, so that one call
 looks up all of them. The layout is fbgemm's (`split_table_batched_embeddings_ops_inference`): a

@@ -22,11 +22,14 @@ from passes.zoo import (
 )
 from rankopt.bundle import ModelBundle
 from rankopt.errors import SelectorError
+from rankopt.kernels.lookup import FIELDS
 from rankopt.models.serving import EagerModel
 from rankopt.passes.fuse_embeddings import FuseEmbeddings
-from rankopt.passes.table_batched import LOOKUP
+from rankopt.passes.table_batched import find_calls
 from rankopt.selectors import Rule
 from rankopt.tables import table_weight
+
+PLAN_ROW_BYTES = 8 * len(FIELDS)
 
 
 def fuse(model: nn.Module, step: FuseEmbeddings | None = None) -> tuple[ModelBundle, Applied]:
@@ -35,8 +38,7 @@ def fuse(model: nn.Module, step: FuseEmbeddings | None = None) -> tuple[ModelBun
 
 
 def num_calls(bundle: ModelBundle) -> int:
-    module = bundle.program.module(check_guards=False)
-    return len(module.graph.find_nodes(op="call_function", target=LOOKUP))
+    return len(find_calls(bundle.program.module(check_guards=False)))
 
 
 def num_plain_lookups(bundle: ModelBundle) -> int:
@@ -105,7 +107,7 @@ def test_sequences_of_equal_width_become_one_call() -> None:
     assert num_calls(fused.bundle) == 1
     check_scores(model, fused.bundle)
     assert {slot.name for slot in fused.bundle.batches["tables"].slots} == {"a", "b"}
-    assert fused.bundle.size_bytes < before.size_bytes + 200
+    assert fused.bundle.size_bytes < before.size_bytes + 3 * PLAN_ROW_BYTES + 100
 
 
 def test_rectangular_bags_are_fused() -> None:
@@ -120,7 +122,7 @@ def test_rectangular_bags_are_fused() -> None:
         )
     )
     _, fused = fuse(model)
-    assert num_calls(fused.bundle) == 2  # one sums, one takes means
+    assert num_calls(fused.bundle) == 1
     check_scores(model, fused.bundle)
 
 
@@ -267,8 +269,9 @@ def test_a_table_read_as_row_bag_and_sequence_is_stored_once() -> None:
     _, fused = fuse(model)
     (batch,) = fused.bundle.batches.values()
     assert len(batch.slots) == 2
-    # Two tables of 30 x 8 floats, and less than 300 bytes of offsets, widths and types.
-    assert 2 * 30 * 8 * 4 <= fused.bundle.size_bytes < 2 * 30 * 8 * 4 + 300
+    # Two tables of 30 x 8 floats, and a plan of four lookups.
+    stored = 2 * 30 * 8 * 4 + 4 * PLAN_ROW_BYTES
+    assert stored <= fused.bundle.size_bytes < stored + 100
     check_scores(model, fused.bundle)
 
 

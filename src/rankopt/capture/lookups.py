@@ -197,7 +197,7 @@ def _shift_ids(emitter: Emitter, node: Node, source: Node, start: int) -> None:
 
 
 def padded_bags(emitter: Emitter) -> int:
-    """Write bags that leave out a row as sums that the table-batched call knows.
+    """Write bags that leave out a row as sums that a lookup call knows.
 
     A mean becomes a sum over what is left, divided by how much that is. A sum whose left-out row
     other lookups read takes weights of 0 and 1; its table cannot hold zeros there.

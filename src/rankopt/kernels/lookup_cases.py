@@ -74,9 +74,10 @@ def _grid() -> Iterator[LookupCase]:
         if _fits(dim, dtype):
             yield LookupCase(num_rows, dim, dtype, form)
     id_types: tuple[IdType, ...] = ("int32", "float32")
-    for id_type, form in itertools.product(id_types, ("single", "flat", "rectangle", "sum")):
+    read_any: tuple[Form, ...] = ("single", "flat", "rectangle", "sum")
+    for id_type, form in itertools.product(id_types, read_any):
         yield LookupCase(70, 16, "int8", form, id_type=id_type)
-    for form in ("single", "sum", "weighted", "mean"):
+    for form in ("single", *forms[1:]):
         yield LookupCase(33, 24, "fp32", form, nonfinite=True)
         yield LookupCase(33, 24, "fp16", form, nonfinite=True)
     # More lookups than are fetched at once, and enough rows that several threads share them.
@@ -86,10 +87,11 @@ def _grid() -> Iterator[LookupCase]:
 
 
 LOOKUP_CASES: tuple[LookupCase, ...] = tuple(_grid())
+_SEQUENCES: tuple[tuple[int, IdType], ...] = ((1, "int64"), (3, "int32"))
 SEQUENCE_CASES: tuple[LookupCase, ...] = tuple(
     LookupCase(num_rows, dim, dtype, "flat", num_tables=num_tables, id_type=id_type)
     for dtype, dim, num_rows in itertools.product(_DTYPES, (8, 36, 64), (0, 1, 7, 513))
-    for num_tables, id_type in ((1, "int64"), (3, "int32"))
+    for num_tables, id_type in _SEQUENCES
     if _fits(dim, dtype)
 )
 

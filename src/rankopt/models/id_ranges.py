@@ -32,8 +32,8 @@ LARGEST_FLOAT = float(1 << 62)
 def into_range(ids: Tensor, num_ids: int, policy: OutOfRange) -> Tensor:
     """Map ids outside of [0, num_ids) into it; others, and what is no id at all, stay.
 
-    `clamp` takes the nearest id. `hash` takes splitmix64 of the id, shifted right by one bit, modulo
-    `num_ids`: the same on every machine.
+    `clamp` takes the nearest id. `hash` takes splitmix64 of the id, shifted right by one bit,
+    modulo `num_ids`: the same on every machine.
 
     Shapes: any; int64, int32 or float32.
     """

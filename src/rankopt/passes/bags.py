@@ -1,4 +1,4 @@
-"""Pool rows that were looked up before, for bags that a table-batched call cannot pool.
+"""Pool rows that were looked up before, for bags that a lookup call cannot pool.
 
 Shapes: L ids of all bags, D width of a row, B bags.
 """

@@ -1,4 +1,4 @@
-"""fuse_embeddings: many lookups become few table-batched ones."""
+"""fuse_embeddings: many lookups become few calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from rankopt.tables import TableBatch, TableDtype
 class FuseEmbeddings(Pass):
     """Replace the lookups of nn.Embedding, nn.EmbeddingBag and EmbeddingBagCollection by few calls.
 
-    Pooled lookups, weighted or not, and single rows become bags of one call per batch size and
-    pooling; sequences become one call per width. Rows stay fp32 here.
+    Single rows and bags of one batch become one call, which reads ids where they lie in the inputs;
+    where a concatenation joins their results, and what else it joins depends on no lookup, the call
+    writes the concatenation itself. Sequences become one call per width. Rows stay fp32 here.
 
     Example:
         ```yaml

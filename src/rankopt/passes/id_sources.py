@@ -32,6 +32,7 @@ ROW_VIEWS: frozenset[Any] = frozenset(
         aten.squeeze.dims,
         aten.squeeze.default,
         aten.contiguous.default,
+        aten.to.dtype,
     }
 )
 
@@ -47,8 +48,12 @@ class IdSource:
 
 def row_width(node: Node) -> int | None:
     """Return how many values each row of a [B, ...] tensor holds; None where that is no number."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return None
+    sizes: tuple[Any, ...] = tuple(value.shape[1:])
     width = 1
-    for size in fake(node).shape[1:]:
+    for size in sizes:
         if not isinstance(size, int):
             return None
         width *= size
@@ -56,14 +61,15 @@ def row_width(node: Node) -> int | None:
 
 
 def keeps_rows(node: Node) -> bool:
-    """Tell whether a node is a reshape that leaves every row its values, in order."""
+    """Tell whether a node is a reshape, or nothing, that leaves every row its values, in order."""
     if node.op != "call_function" or node.target not in ROW_VIEWS:
         return False
     source = arguments(node)[0]
-    before, after = fake(source), fake(node)
-    if before.dim() == 0 or after.dim() == 0 or str(before.shape[0]) != str(after.shape[0]):
+    width = row_width(source)
+    if width is None or width != row_width(node):
         return False
-    return row_width(source) is not None and row_width(source) == row_width(node)
+    before, after = fake(source), fake(node)
+    return before.dtype == after.dtype and str(before.shape[0]) == str(after.shape[0])
 
 
 def id_source(ids: Node, written: Set[Node]) -> IdSource | None:
@@ -96,11 +102,11 @@ def _step_back(at: IdSource) -> IdSource | None:
     source = given[0] if given else None
     if not isinstance(source, Node):
         return None
+    if keeps_rows(node):
+        return replace(at, node=source)
     if node.target == aten.to.dtype:
         whole = fake(node).dtype in (torch.int64, torch.int32)
         return replace(at, node=source) if whole and fake(source).dtype in READABLE else None
-    if keeps_rows(node):
-        return replace(at, node=source)
     column = _first_column(node, source)
     if column is None:
         return None
@@ -148,13 +154,13 @@ def rectangle(lookup: Lookup) -> Node | None:
     ids, offsets = lookup.indices, lookup.offsets
     if offsets is None or lookup.include_last:
         return None
-    step = _step_of(offsets)
-    if step is None or ids.target not in ROW_VIEWS:
+    step, flat = _step_of(offsets), uncast(ids)
+    if step is None or flat.target not in ROW_VIEWS:
         return None
-    matrix = arguments(ids)[0]
+    matrix = arguments(flat)[0]
     value = fake(matrix)
     rows = str(fake(offsets).shape[0])
-    fits = value.dim() == 2 and isinstance(value.shape[1], int) and value.shape[1] == step
+    fits = value.dim() == 2 and row_width(matrix) == step
     return matrix if fits and fake(ids).dim() == 1 and str(value.shape[0]) == rows else None
 
 

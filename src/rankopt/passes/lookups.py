@@ -40,7 +40,7 @@ class Lookup:
         mode: pooling of a bag.
         include_last: offsets carry a closing entry.
         refusal: why the lookup cannot be moved; None when it can.
-        unbatched: why a table-batched call cannot pool it, though its rows can be moved.
+        unbatched: why a call cannot pool it, though its rows can be moved.
         shares_padding: its bag leaves out a row that another lookup of the table reads.
     """
 
@@ -163,9 +163,9 @@ def _bag_lookup(node: Node, weight: Tensor) -> Lookup | None:
         padding = padding + len(weight) if counts_back else None
     unbatched = None
     if mode == "max":
-        unbatched = "table-batched lookups pool by sum or mean, and this bag takes the maximum"
+        unbatched = "lookup calls pool by sum or mean, and this bag takes the maximum"
     elif mode == "mean" and padding is not None:
-        unbatched = "its mean leaves out padding_idx, which table-batched lookups count"
+        unbatched = "its mean leaves out padding_idx, which lookup calls count"
     return Lookup(
         node=pooled[0],
         operator=node,

@@ -8,8 +8,9 @@ Shapes: B rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -38,13 +39,20 @@ def parts_of(node: Node) -> list[Node] | None:
     if node.op != "call_function" or node.target not in (aten.cat.default, aten.stack.default):
         return None
     given = arguments(node)
-    value = fake(node)
-    dim = given[1] if len(given) > 1 else node.kwargs.get("dim", 0)
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    dim: Any = given[1] if len(given) > 1 else node.kwargs.get("dim", 0)
     dim %= value.dim()
     in_front = value.shape[1:dim]
-    if dim == 0 or any(not isinstance(size, int) or size != 1 for size in in_front):
+    if dim == 0 or any(str(size) != "1" for size in in_front):
         return None
-    parts = [part for part in given[0] if fake(part).dim() > 1 or node.target != aten.cat.default]
+    parts = list(given[0])
+    if any(not isinstance(part.meta.get("val"), torch.Tensor) for part in parts):
+        return None  # put there since the graph was traced
+    if node.target == aten.cat.default:
+        # As ever, a piece of shape [0] is nothing.
+        parts = [part for part in parts if fake(part).dim() > 1]
     return parts if all(fake(part).dtype == value.dtype for part in parts) else None
 
 
@@ -122,7 +130,7 @@ def _can_stand_beside(leaf: Node, rows: str, tainted: Set[Node]) -> bool:
     return value.dtype == torch.float32 and same_rows and leaf not in tainted
 
 
-def span_of(found: Joined, places: dict[Node, tuple[int, int]]) -> tuple[int, int] | None:
+def span_of(found: Joined, places: Mapping[Node, tuple[int, int]]) -> tuple[int, int] | None:
     """Return the columns that a concatenation takes in a result that holds its pieces; or None."""
     begin = end = None
     for leaf in found.leaves:
