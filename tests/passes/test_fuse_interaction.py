@@ -134,7 +134,9 @@ def test_a_dot_interaction_is_one_call_on_two_pieces(
     assert (upper, diagonal) == kind
     assert notes == []
     gone = ("bmm", "matmul", "einsum", "cat", "stack", "index")
-    assert not [name for name in targets(bundle) if name.startswith(tuple(f"aten.{g}" for g in gone))]
+    assert not [
+        name for name in targets(bundle) if name.startswith(tuple(f"aten.{g}" for g in gone))
+    ]
 
 
 def test_what_stands_behind_the_pairs_stays_behind_them() -> None:
@@ -218,9 +220,7 @@ def self_attention(m: Any, dense: Tensor, vectors: list[Tensor]) -> Tensor:
         (self_attention, NUM_FIELDS * DIM, "all products are read"),
     ],
 )
-def test_products_that_are_no_triangle_are_left_alone(
-    score: Score, width: int, words: str
-) -> None:
+def test_products_that_are_no_triangle_are_left_alone(score: Score, width: int, words: str) -> None:
     _, _, bundle, notes = fuse(score, width)
     assert calls(bundle, DOT) == []
     assert any("left alone" in note and words in note for note in notes)

@@ -121,5 +121,7 @@ def aoti_c_shims() -> dict[Any, list[str]]:
 
 def _fields(pieces: Sequence[Tensor], dim: int) -> Tensor:
     num_rows = pieces[0].shape[0]
-    parts = [piece.to(torch.float64).reshape(num_rows, piece.shape[1] // dim, dim) for piece in pieces]
+    parts = [
+        piece.to(torch.float64).reshape(num_rows, piece.shape[1] // dim, dim) for piece in pieces
+    ]
     return torch.cat(parts, dim=1)
