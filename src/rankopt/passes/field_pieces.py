@@ -25,7 +25,7 @@ MAX_PIECES = 8
 """More tensors than this are concatenated for one call: each costs a check and, as a view, a
 handle."""
 
-_RESHAPES = {
+RESHAPES = {
     aten.reshape.default,
     aten.view.default,
     aten.flatten.using_ints,
@@ -120,7 +120,7 @@ def _is_same_columns(node: Node) -> bool:
         return False
     if node.target is aten.to.dtype:
         return fake(node).dtype == fake(source).dtype
-    return node.target in _RESHAPES and same_rows(node, source)
+    return node.target in RESHAPES and same_rows(node, source)
 
 
 def merge(spans: Sequence[Span]) -> list[Span]:
@@ -253,7 +253,7 @@ _READERS: dict[Any, Callable[[GraphModule, Node], Blocks | None]] = {
 }
 
 
-_MOVERS = {*_RESHAPES, *_JOINS, *_SPLITS, *_READERS, aten.to.dtype}
+_MOVERS = {*RESHAPES, *_JOINS, *_SPLITS, *_READERS, aten.to.dtype}
 
 
 def _inner(source: Node, dim: int) -> tuple[int, int] | None:

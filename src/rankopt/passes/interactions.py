@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from rankopt.passes.field_pieces import Columns, Span, blocks_of, merge, same_rows
+from rankopt.passes.field_pieces import RESHAPES, Columns, Span, blocks_of, merge, same_rows
 from rankopt.passes.graph import arguments, aten, constant, fake, schema_values
 
 Pairs = list[tuple[int, int]]
@@ -65,7 +65,7 @@ def find_dot_interactions(module: GraphModule) -> list[Interaction]:
 
 
 def find_sums_over_pairs(module: GraphModule) -> list[Interaction]:
-    """List the factorization machines written by Rendle's identity, with or without the last sum."""
+    """List the factorization machines in Rendle's identity, with or without the last sum."""
     found = []
     for node in module.graph.find_nodes(op="call_function", target=aten.sub.Tensor):
         match = _sum_over_pairs(module, node)
@@ -215,7 +215,7 @@ def _products_of_pairs(module: GraphModule) -> Iterator[Interaction]:
     """Two stacks of vectors, one per pair, multiplied and summed over D (PNN's inner product)."""
     for node in module.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         product = arguments(node)[0]
-        if product.target is not aten.mul.Tensor or _only_user(product) is not node:
+        if product.target is not aten.mul.Tensor or len(product.users) != 1:
             continue
         left, right = arguments(product)[:2]
         operands = isinstance(left, Node) and isinstance(right, Node) and left is not right
@@ -266,10 +266,8 @@ def _with_neighbours(module: GraphModule, found: Interaction) -> Interaction:
 
 
 def _is_same_pairs(user: Node, end: Node, num_pairs: int) -> bool:
-    shapes = (aten.reshape.default, aten.flatten.using_ints, aten.view.default)
-    shapes += (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default)
     value = fake(user)
-    return user.target in shapes and same_rows(user, end) and value.shape[1:].numel() == num_pairs
+    return user.target in RESHAPES and same_rows(user, end) and value.shape[1:].numel() == num_pairs
 
 
 def _moved(found: Interaction, end: Node, **changes: Any) -> Interaction:
