@@ -4,6 +4,7 @@
 #   make test      the whole test suite, with coverage
 #   make results   serve-int8 on every reference model, for README's table (half an hour, quiet machine)
 #   make compat    the third-party models through one recipe, for docs/compatibility.md (90 minutes)
+#   make sanitize  the kernels' parity grid under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make lint      ruff and mypy
 #   make format    ruff, writing
 #   make lock      hashes of every pin in locks/*.in, after one was changed
@@ -24,7 +25,7 @@ DEMO_RECIPE ?= recipes/launch-int8.yaml
 DEMO_OUT ?= runs/demo
 COVERAGE ?= 85
 
-.PHONY: help setup demo test results compat lint format lock doctor clean
+.PHONY: help setup demo test results compat sanitize lint format lock doctor clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,9 @@ results: $(INSTALLED)
 
 compat: $(INSTALLED)
 	@$(BIN)/python scripts/compatibility.py measure $(ARGS)
+
+sanitize: $(INSTALLED)
+	@$(BIN)/python scripts/sanitize.py $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from passes.zoo import apply_passes, card, exact, features_of, largest_error, make_bundle, seeded
+from rankopt.artifact.build import write_artifact
 from rankopt.bundle import ModelBundle
 from rankopt.kernels.build import load_kernels
 from rankopt.models.card import ModelCard
+from rankopt.passes.export_aoti import ExportAoti
 from rankopt.passes.fuse_embeddings import FuseEmbeddings
 from rankopt.passes.fuse_interaction import FuseInteraction
 from rankopt.passes.graph import arguments, constant
+from rankopt.passes.quantize_dense import QuantizeDense
+from rankopt.runtime import load_artifact
 
 load_kernels()
-CLOSE = 1e-4
+CLOSE, INT8_CLOSE = 1e-4, 0.05
 NUM_TABLES, DIM = 6, 8
 NUM_FIELDS = NUM_TABLES + 1
 Score = Callable[[Any, Tensor, list[Tensor]], Tensor]
@@ -134,7 +139,9 @@ def test_a_dot_interaction_is_one_call_on_two_pieces(
     assert (upper, diagonal) == kind
     assert notes == []
     gone = ("bmm", "matmul", "einsum", "cat", "stack", "index")
-    assert not [name for name in targets(bundle) if name.startswith(tuple(f"aten.{g}" for g in gone))]
+    assert not [
+        name for name in targets(bundle) if name.startswith(tuple(f"aten.{g}" for g in gone))
+    ]
 
 
 def test_what_stands_behind_the_pairs_stays_behind_them() -> None:
@@ -218,9 +225,7 @@ def self_attention(m: Any, dense: Tensor, vectors: list[Tensor]) -> Tensor:
         (self_attention, NUM_FIELDS * DIM, "all products are read"),
     ],
 )
-def test_products_that_are_no_triangle_are_left_alone(
-    score: Score, width: int, words: str
-) -> None:
+def test_products_that_are_no_triangle_are_left_alone(score: Score, width: int, words: str) -> None:
     _, _, bundle, notes = fuse(score, width)
     assert calls(bundle, DOT) == []
     assert any("left alone" in note and words in note for note in notes)
@@ -348,3 +353,22 @@ def test_indices_that_are_left_over_are_dropped() -> None:
     assert after.size_bytes <= before.size_bytes + 300
     assert "model.upper" not in after.constants
     assert torch.float32 in kinds
+
+
+def test_the_artifact_scores_as_the_model_does_and_a_row_as_it_does_alone(tmp_path: Path) -> None:
+    def score(m: Any, dense: Tensor, vectors: list[Tensor]) -> Tensor:
+        return lower_flat(m, dense, vectors).squeeze(1) + machine_deepctr(m, dense, vectors).sum(1)
+
+    model = seeded(lambda: Fields(score, DIM + PAIRS))
+    bundle = make_bundle(fields_card(), model)
+    steps = (FuseEmbeddings(), FuseInteraction(), QuantizeDense(), ExportAoti())
+    fused = apply_passes(bundle, *steps).bundle
+    assert [len(calls(fused, target)) for target in (DOT, SUM)] == [1, 1]
+    write_artifact(fused, tmp_path, control_size_bytes=bundle.size_bytes)
+    artifact = load_artifact(tmp_path)
+    for batch in (1, 2, 7, 513):
+        features = features_of(bundle.card, batch)
+        scores = artifact(features)
+        assert largest_error(scores, exact(bundle.card, model, features)) < INT8_CLOSE
+        first = {name: value[:1] for name, value in features.items()}
+        assert torch.equal(artifact(first)["score"][0], scores["score"][0])

@@ -123,7 +123,7 @@ def dot_allowance(arguments: tuple[Any, ...], expected: Tensor) -> Tensor:
     before, fields, dim, upper, diagonal, _ = arguments
     zeros = [torch.zeros_like(piece) for piece in before]
     size = dot_reference(zeros, _absolute(fields), dim, upper, diagonal).to(torch.float64)
-    allowance = (dim + 2) * (HALF_ULP * size + SMALLEST)
+    allowance: Tensor = (dim + 2) * (HALF_ULP * size + SMALLEST)
     allowance[:, : sum(piece.shape[1] for piece in before)] = 0
     return allowance.broadcast_to(expected.shape)
 
@@ -134,7 +134,8 @@ def fm_allowance(arguments: tuple[Any, ...], expected: Tensor) -> Tensor:
     num_fields = sum(piece.shape[1] for piece in fields) // dim
     size = fm_reference(_absolute(fields), dim, total).to(torch.float64)
     roundings = 2 * num_fields + (dim // 16 + 6 if total else 2)
-    return (roundings * (HALF_ULP * size + dim * SMALLEST)).broadcast_to(expected.shape)
+    allowance: Tensor = roundings * (HALF_ULP * size + dim * SMALLEST)
+    return allowance.broadcast_to(expected.shape)
 
 
 def _absolute(pieces: Sequence[Tensor]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -34,9 +35,7 @@ def fewest_rows_per_thread(form: Literal["dot", "sum"], num_fields: int, dim: in
         call = _call(form, fields, dim)
         key = f"{form}_interaction {batch}x{num_fields}x{dim} {num_threads}t {current_isa()}"
         shared = batch // num_threads
-        choice = fastest(
-            key, {"alone": lambda c=call: c(_NEVER), "shared": lambda c=call, n=shared: c(n)}
-        )
+        choice = fastest(key, {"alone": partial(call, _NEVER), "shared": partial(call, shared)})
         if choice.chosen == "shared":
             return max(1, shared)
     return _BATCHES[-1]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from rankopt.passes.emit import Emitter
@@ -24,7 +25,7 @@ MAX_PIECES = 8
 """More tensors than this are concatenated for one call: each costs a check and, as a view, a
 handle."""
 
-_RESHAPES = {
+RESHAPES = {
     aten.reshape.default,
     aten.view.default,
     aten.flatten.using_ints,
@@ -36,6 +37,7 @@ _RESHAPES = {
     aten.contiguous.default,
     aten.alias.default,
 }
+_JOINS = {aten.cat.default, aten.stack.default}
 _SPLITS = {aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes, aten.chunk.default}
 
 
@@ -54,28 +56,29 @@ class Columns:
     A concatenation is read through only when nothing else needs it: one that is made anyway is the
     better place to read from.
 
-    Attributes:
-        consumed: nodes that vanish when the match is replaced; grows as columns are followed.
+    Args:
+        module: the graph.
+        matched: nodes that vanish when the match is replaced.
+        sources: what will be read.
     """
 
-    def __init__(self, module: GraphModule, consumed: Iterable[Node]) -> None:
+    def __init__(
+        self, module: GraphModule, matched: Iterable[Node], sources: Iterable[Node]
+    ) -> None:
         self._module = module
-        self.consumed = set(consumed)
+        self._vanishing = _vanishing(module, set(matched), sources)
 
     def of(self, node: Node) -> list[Span]:
         """List the spans that make up the columns of [B, ...]; neighbours of one tensor joined."""
         return merge(self._of(node))
 
     def _of(self, node: Node) -> list[Span]:
-        alone = all(user in self.consumed for user in node.users)
-        if alone:
-            self.consumed.add(node)
         if node.op != "call_function":
             return [_whole(node)]
-        if node.target in _RESHAPES and same_rows(node, arguments(node)[0]):
+        if _is_same_columns(node):
             return self._of(arguments(node)[0])
-        if node.target in (aten.cat.default, aten.stack.default):
-            joined = self._joined(node) if alone else None
+        if node.target in _JOINS:
+            joined = self._joined(node) if node in self._vanishing else None
             return [_whole(node)] if joined is None else joined
         read = _READERS.get(node.target)
         picked = None if read is None else read(self._module, node)
@@ -92,6 +95,32 @@ class Columns:
         if dim == 0 or _product(shape[1:dim]) != 1:
             return None
         return [span for piece in pieces for span in self._of(piece)]
+
+
+def _vanishing(module: GraphModule, matched: set[Node], sources: Iterable[Node]) -> set[Node]:
+    """Add to the matched nodes those in front of them that nothing else reads."""
+    behind, pending = set[Node](), list(sources)
+    while pending:
+        node = pending.pop()
+        if node in behind:
+            continue
+        behind.add(node)
+        if node.op == "call_function" and node.target in _MOVERS:
+            pending.extend(node.all_input_nodes)
+    vanishing = set(matched)
+    for node in reversed(module.graph.nodes):
+        if node in behind and all(user in vanishing for user in node.users):
+            vanishing.add(node)
+    return vanishing
+
+
+def _is_same_columns(node: Node) -> bool:
+    source = arguments(node)[0] if node.args else None
+    if not isinstance(source, Node) or not isinstance(source.meta.get("val"), Tensor):
+        return False
+    if node.target is aten.to.dtype:
+        return fake(node).dtype == fake(source).dtype
+    return node.target in RESHAPES and same_rows(node, source)
 
 
 def merge(spans: Sequence[Span]) -> list[Span]:
@@ -222,6 +251,9 @@ _READERS: dict[Any, Callable[[GraphModule, Node], Blocks | None]] = {
     aten.index_select.default: _index_select,
     operator.getitem: _piece_of_split,
 }
+
+
+_MOVERS = {*RESHAPES, *_JOINS, *_SPLITS, *_READERS, aten.to.dtype}
 
 
 def _inner(source: Node, dim: int) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from rankopt.passes.field_pieces import Columns, Span, blocks_of, merge, same_rows
+from rankopt.passes.field_pieces import RESHAPES, Columns, Span, blocks_of, merge, same_rows
 from rankopt.passes.graph import arguments, aten, constant, fake, schema_values
 
 Pairs = list[tuple[int, int]]
@@ -65,7 +65,7 @@ def find_dot_interactions(module: GraphModule) -> list[Interaction]:
 
 
 def find_sums_over_pairs(module: GraphModule) -> list[Interaction]:
-    """List the factorization machines written by Rendle's identity, with or without the last sum."""
+    """List the factorization machines in Rendle's identity, with or without the last sum."""
     found = []
     for node in module.graph.find_nodes(op="call_function", target=aten.sub.Tensor):
         match = _sum_over_pairs(module, node)
@@ -104,7 +104,9 @@ def _products_with_transpose(module: GraphModule) -> Iterator[Interaction]:
         num_fields, dim = fake(fields).shape[1:]
         picked = _picked(module, node, num_fields)
         if picked is None:
-            yield Interaction("dot", node, node, refusal="all products are read, not one of each pair")
+            yield Interaction(
+                "dot", node, node, refusal="all products are read, not one of each pair"
+            )
             continue
         end, places, chain = picked
         kind = _which_triangle(_unordered(places), num_fields)
@@ -112,12 +114,13 @@ def _products_with_transpose(module: GraphModule) -> Iterator[Interaction]:
             yield Interaction("dot", node, end, refusal="its pairs are in an order of their own")
             continue
         transposed = [n for n in node.all_input_nodes if n is not fields]
-        columns = Columns(module, [*chain, node, *transposed])
+        columns = Columns(module, [*chain, node, *transposed], [fields])
         spans = columns.of(fields)
         if any(span.width % dim for span in spans):
             spans = [Span(fields, 0, num_fields * dim)]
         yield _with_neighbours(
-            module, Interaction("dot", node, end, tuple(spans), dim, upper=kind[0], diagonal=kind[1])
+            module,
+            Interaction("dot", node, end, tuple(spans), dim, upper=kind[0], diagonal=kind[1]),
         )
 
 
@@ -212,7 +215,7 @@ def _products_of_pairs(module: GraphModule) -> Iterator[Interaction]:
     """Two stacks of vectors, one per pair, multiplied and summed over D (PNN's inner product)."""
     for node in module.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         product = arguments(node)[0]
-        if product.target is not aten.mul.Tensor or _only_user(product) is not node:
+        if product.target is not aten.mul.Tensor or len(product.users) != 1:
             continue
         left, right = arguments(product)[:2]
         operands = isinstance(left, Node) and isinstance(right, Node) and left is not right
@@ -222,7 +225,7 @@ def _products_of_pairs(module: GraphModule) -> Iterator[Interaction]:
         if axes != [2] or fake(left).shape[1:] != fake(right).shape[1:]:
             continue
         num_pairs, dim = fake(left).shape[1:]
-        columns = Columns(module, [node, product])
+        columns = Columns(module, [node, product], [left, right])
         one, two = (blocks_of(columns.of(side), dim) for side in (left, right))
         if one is None or two is None or len(one) != num_pairs or num_pairs < 2:
             continue
@@ -257,16 +260,14 @@ def _with_neighbours(module: GraphModule, found: Interaction) -> Interaction:
     if schema_values(user)["dim"] % 2 != 1 or pieces.count(end) != 1 or not joinable:
         return _moved(found, end)
     place = pieces.index(end)
-    columns = Columns(module, [user])
+    columns = Columns(module, [user], pieces[:place])
     before = merge([span for piece in pieces[:place] for span in columns.of(piece)])
     return _moved(found, user, before=tuple(before), after=tuple(pieces[place + 1 :]))
 
 
 def _is_same_pairs(user: Node, end: Node, num_pairs: int) -> bool:
-    shapes = (aten.reshape.default, aten.flatten.using_ints, aten.view.default)
-    shapes += (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default)
     value = fake(user)
-    return user.target in shapes and same_rows(user, end) and value.shape[1:].numel() == num_pairs
+    return user.target in RESHAPES and same_rows(user, end) and value.shape[1:].numel() == num_pairs
 
 
 def _moved(found: Interaction, end: Node, **changes: Any) -> Interaction:
@@ -302,7 +303,7 @@ def _sum_over_pairs(module: GraphModule, node: Node) -> Interaction | None:
         return Interaction("sum", node, end, refusal="something else reads a part of it")
     if dim < MIN_COLUMNS:
         return Interaction("sum", node, end, refusal=f"vectors of {dim} are too short for it")
-    spans = Columns(module, members).of(fields)
+    spans = Columns(module, members, [fields]).of(fields)
     if any(span.width % dim for span in spans):
         spans = [Span(fields, 0, num_fields * dim)]
     return Interaction("sum", node, end, tuple(spans), dim, total=total, factor=factor)
