@@ -68,7 +68,7 @@ class Encoder(nn.Module):
             self.query, self.key, self.value, self.norm, strict=True
         ):
             weight = F.softmax(query(x) @ key(x).transpose(1, 2) * 0.3, dim=-1)
-            x = norm(x + torch.where(weight.sum(2, keepdim=True) > 0, weight @ value(x), x))
+            x = norm(x + torch.where(x > -9.0, weight @ value(x), x))
         if self.read == "first":
             x = x[:, 0]
         elif self.read == "two":

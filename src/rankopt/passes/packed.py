@@ -1,9 +1,9 @@
 """Follow a rectangle of ragged ids through a graph and compute its present tokens only.
 
 Every operator that treats tokens alike is emitted a second time on packed rows: no row for a place
-without an id, so nothing is computed there. Where tokens meet, in attention and in sums, an operator
-that knows the lengths takes over. What is not understood refuses the whole rectangle, so a rewrite
-never mixes the two forms.
+without an id, so nothing is computed there. Where tokens meet, in attention and in sums, an
+operator that knows the lengths takes over. What is not understood refuses the whole rectangle, so a
+rewrite never mixes the two forms.
 
 Shapes: B rows, C context tokens before the ids, H places for ids, S = C + H + 1 positions when a
 token of the candidate's own follows, T packed tokens (B * C + L ids), A heads, K width of a head.
@@ -133,8 +133,8 @@ class Packer:
         """Rewrite the graph.
 
         Raises:
-            PackingError: something that reads the rectangle is not understood; the graph computes what
-                it did before.
+            PackingError: something that reads the rectangle is not understood; the graph computes
+                what it did before.
         """
         self._values[self._rectangle.node] = Packed(self._rectangle.ragged.values)
         ends: set[Node] = set()
@@ -271,7 +271,8 @@ class Packer:
         if len(shape) != 3 or shape[1] != 1:
             return None
         if node.target is aten.unsqueeze.default and arguments(node)[1] in (1, -2):
-            return arguments(node)[0]
+            rows: Node = arguments(node)[0]
+            return rows
         return self._emitter.call(aten.squeeze.dim, node, 1)
 
     def _repeat(self, rows: Node, like: Packed, node: Node) -> Packed:

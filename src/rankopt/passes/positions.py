@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from rankopt.passes.emit import Emitter
 from rankopt.passes.graph import arguments, aten, constant, fake
+from rankopt.passes.order import written_roots
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ def narrow_positions(emitter: Emitter) -> list[str]:
     Returns:
         For each choice that saved a product, a sentence.
     """
+    if written_roots(emitter.graph):
+        # What is sliced later than it was read may have been written into since.
+        return []
     _parts_to_slices(emitter)
     notes = []
     for node in list(emitter.graph.nodes):
@@ -98,7 +102,7 @@ def _chosen(node: Node) -> Span | None:
         return None
     source = fake(arguments(node)[0])
     dim = int(arguments(node)[1]) % source.dim()
-    size = source.shape[dim]
+    size: Any = source.shape[dim]
     if not isinstance(size, int) or dim in (0, source.dim() - 1):
         return None
     begin = arguments(node)[2]
@@ -188,7 +192,7 @@ def _piece(node: Node, span: Span) -> tuple[Node, Span] | None:
     """Return the one piece of a concatenation that holds a span."""
     at = 0
     for piece in arguments(node)[0]:
-        size = fake(piece).shape[span.dim]
+        size: Any = fake(piece).shape[span.dim]
         if not isinstance(size, int):
             return None
         if at <= span.begin and span.end <= at + size:
