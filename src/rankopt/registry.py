@@ -15,6 +15,7 @@ from rankopt.passes.base import Pass
 
 PASSES: dict[str, str] = {
     "fuse_attention": "rankopt.passes.fuse_attention:FuseAttention",
+    "drop_dead_positions": "rankopt.passes.drop_dead_positions:DropDeadPositions",
     "fuse_embeddings": "rankopt.passes.fuse_embeddings:FuseEmbeddings",
     "quantize_embeddings": "rankopt.passes.quantize_embeddings:QuantizeEmbeddings",
     "fuse_interaction": "rankopt.passes.fuse_interaction:FuseInteraction",

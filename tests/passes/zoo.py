@@ -18,6 +18,7 @@ from rankopt.environment import collect_environment
 from rankopt.models.card import ModelCard
 from rankopt.models.din import DIN
 from rankopt.models.dlrm import DLRM
+from rankopt.models.hstu import HSTU
 from rankopt.models.serving import ServingModule
 from rankopt.passes.base import Pass, PassContext
 
@@ -219,11 +220,36 @@ def din_card() -> ModelCard:
     )
 
 
+def small_hstu() -> nn.Module:
+    model = HSTU(
+        40,
+        num_context_ids=[6, 5],
+        embedding_dim=16,
+        history_length=8,
+        num_blocks=2,
+        num_heads=2,
+        top_mlp=[8],
+    )
+    for block in model.blocks:
+        nn.init.normal_(block.position_bias, std=0.5)
+    return model
+
+
+def hstu_card(**history: Any) -> ModelCard:
+    return card(
+        "hstu",
+        ids("item", 40),
+        ragged("history", 40, **history),
+        {"kind": "ids", "name": "context", "columns": ["x", "y"], "num_ids": [6, 5]},
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], ModelCard], Callable[[], nn.Module]]] = {
     "zoo": (zoo_card, Zoo),
     "bags": (bags_card, Bags),
     "dlrm": (dlrm_card, small_dlrm),
     "din": (din_card, DenseDin),
+    "hstu": (hstu_card, small_hstu),
 }
 
 

@@ -81,7 +81,7 @@ def _hstu_grid() -> Iterator[AttentionCase]:
     yield from (case for case in _shapes() if case.values != "nonfinite")
     yield AttentionCase(5, 9, 2, 8, num_context=1, values="nonfinite", causal=False)
     for causal, right, bias in itertools.product((False, True), repeat=3):
-        more = {"causal": causal, "align_right": right, "has_bias": bias}
+        more: dict[str, Any] = {"causal": causal, "align_right": right, "has_bias": bias}
         yield AttentionCase(6, 30, 2, 16, num_context=3, **more)
         yield AttentionCase(3, 40, 1, 20, lengths="long", **more)
 
@@ -91,7 +91,7 @@ def _candidate_grid() -> Iterator[AttentionCase]:
     for each in (1, 2, 30, 200):
         yield AttentionCase(4, 20, 2, 16, num_context=2, candidates_per_list=each)
     for right, bias in itertools.product((False, True), repeat=2):
-        more = {"align_right": right, "has_bias": bias}
+        more: dict[str, Any] = {"align_right": right, "has_bias": bias}
         yield AttentionCase(6, 30, 2, 16, num_context=3, candidates_per_list=3, **more)
 
 
@@ -205,14 +205,14 @@ def target_arguments(case: AttentionCase) -> Arguments:
     query = draw.rows(case.num_lists if index is None else len(index), 1)[0]
     share = draw.width**-0.5
     first = [draw.normal(case.hidden[0], draw.width) * share for _ in range(3)]
-    layers = []
+    layers: list[ScoreLayer] = []
     inputs = draw.width
     for outputs in (*case.hidden, 1):
         weight, bias = draw.normal(outputs, inputs) * inputs**-0.5, draw.normal(outputs)
         activation = case.activation if len(layers) < len(case.hidden) else "none"
         layers.append(ScoreLayer(weight, bias, activation, draw.normal(outputs)))
         inputs = outputs
-    network = TargetNetwork(*first, tuple(layers))
+    network = TargetNetwork(first[0], first[1], first[2], tuple(layers))
     sizes = (network.widths, network.activations, case.max_length)
     return query, keys, lengths, index, network.pack(), *sizes
 
@@ -274,12 +274,13 @@ def _attend(
     score_scale, weight_scale = scales
     pieces = (q, k, v, bias.T if bias is not None else q.new_zeros(0))
     q, k, v, table = ((each.abs() if sizes else each).double() for each in pieces)
-    heads = [each.unflatten(1, (num_heads, -1)).transpose(0, 1) for each in (q, k, v)]
+    heads = [each.view(len(each), num_heads, -1).transpose(0, 1) for each in (q, k, v)]
     scores = heads[0] @ heads[1].transpose(1, 2) * score_scale
     if bias is not None:
         scores = scores + table[distance].permute(2, 0, 1)
     weights = (scores if sizes else F.silu(scores)) * weight_scale
-    return (weights.masked_fill(~seen, 0.0) @ heads[2]).transpose(0, 1).flatten(1)
+    gathered: Tensor = weights.masked_fill(~seen, 0.0) @ heads[2]
+    return gathered.transpose(0, 1).flatten(1)
 
 
 def hstu_attention(
@@ -388,7 +389,7 @@ def target_attention(
 
 
 def _activate(hidden: Tensor, layer: ScoreLayer) -> Tensor:
-    if layer.activation == "slope":
+    if layer.slope is not None and layer.activation == "slope":
         return torch.where(hidden >= 0, hidden, hidden * layer.slope)
     if layer.activation == "sigmoid":
         return hidden.sigmoid()
@@ -423,7 +424,8 @@ def _unpack(
         name = ACTIVATIONS[activations[number]] if number < len(activations) else "none"
         layers.append(ScoreLayer(weight.double(), bias.double(), name, slope.double()))
         inputs = outputs
-    return TargetNetwork(*(weight.double() for weight in first), tuple(layers))
+    of_query, of_key, of_product = (weight.double() for weight in first)
+    return TargetNetwork(of_query, of_key, of_product, tuple(layers))
 
 
 def target_allowance(arguments: Arguments, expected: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from rankopt.kernels.build import load_kernels
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.dead_outputs import drop_dead_outputs
 from rankopt.passes.emit import Emitter
-from rankopt.passes.packed import Packer, Refusal
+from rankopt.passes.packed import Packer, PackingError
 from rankopt.passes.rectangles import find_rectangles
 
 
@@ -50,8 +50,8 @@ class FuseAttention(Pass):
                 packer = Packer(module, emitter, rectangle)
                 try:
                     packer.run()
-                except Refusal as refusal:
-                    context.note(f"{rectangle.ragged.name}: stays padded, {refusal}")
+                except PackingError as refused:
+                    context.note(f"{rectangle.ragged.name}: stays padded, {refused}")
                 else:
                     done.extend(packer.notes)
             if done:

@@ -1,9 +1,9 @@
 """Follow a rectangle of ragged ids through a graph and compute its present tokens only.
 
 Every operator that treats tokens alike is emitted a second time on packed rows: no row for a place
-without an id, so nothing is computed there. Where tokens meet, in attention and in sums, an operator
-that knows the lengths takes over. What is not understood refuses the whole rectangle, so a rewrite
-never mixes the two forms.
+without an id, so nothing is computed there. Where tokens meet, in attention and in sums, an
+operator that knows the lengths takes over. What is not understood refuses the whole rectangle, so a
+rewrite never mixes the two forms.
 
 Shapes: B rows, C context tokens before the ids, H places for ids, S = C + H + 1 positions when a
 token of the candidate's own follows, T packed tokens (B * C + L ids), A heads, K width of a head.
@@ -27,7 +27,7 @@ from rankopt.passes.rectangles import Rectangle, masks_absent, masks_pairs
 from rankopt.passes.target import fuse_target
 
 
-class Refusal(Exception):
+class PackingError(Exception):
     """A rectangle that stays as it is, with the reason."""
 
 
@@ -103,7 +103,13 @@ _UNARY = {
     aten.elu.default,
 }
 _BINARY = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
-_RESHAPES = {aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten.view_as.default}
+_RESHAPES = {
+    aten.reshape.default,
+    aten.view.default,
+    aten.flatten.using_ints,
+    aten.view_as.default,
+    aten.squeeze.dim,
+}
 _EXPANDS = {aten.expand.default, aten.expand_as.default, aten.repeat.default}
 
 
@@ -127,15 +133,15 @@ class Packer:
         """Rewrite the graph.
 
         Raises:
-            Refusal: something that reads the rectangle is not understood; the graph computes what
-                it did before.
+            PackingError: something that reads the rectangle is not understood; the graph computes
+                what it did before.
         """
         self._values[self._rectangle.node] = Packed(self._rectangle.ragged.values)
         ends: set[Node] = set()
         for node in list(self._module.graph.nodes):
             read = [each for each in node.all_input_nodes if each in self._values]
             if node.op == "output" and read:
-                raise Refusal("the graph returns the states of its places")
+                raise PackingError("the graph returns the states of its places")
             if not read or node in self._values or node.target is aten.sym_size.int:
                 continue
             with self._emitter.before(node):
@@ -146,7 +152,7 @@ class Packer:
             else:
                 self._values[node] = done
         if not ends or not self.notes:
-            raise Refusal("no attention and no masked sum reads it")
+            raise PackingError("no attention and no masked sum reads it")
         for old, new in self._results:
             self._emitter.replace(old, new)
 
@@ -174,9 +180,9 @@ class Packer:
                 return handle(node)
         raise self._unknown(node)
 
-    def _unknown(self, node: Node) -> Refusal:
+    def _unknown(self, node: Node) -> PackingError:
         kind = str(node.target).removeprefix("aten.").partition(".")[0]
-        return Refusal(f"{node.name} ({kind}) is not known to treat places alike")
+        return PackingError(f"{node.name} ({kind}) is not known to treat places alike")
 
     def _packed(self, node: object, reader: Node) -> Packed:
         value = self._values.get(node) if isinstance(node, Node) else None
@@ -265,7 +271,8 @@ class Packer:
         if len(shape) != 3 or shape[1] != 1:
             return None
         if node.target is aten.unsqueeze.default and arguments(node)[1] in (1, -2):
-            return arguments(node)[0]
+            rows: Node = arguments(node)[0]
+            return rows
         return self._emitter.call(aten.squeeze.dim, node, 1)
 
     def _repeat(self, rows: Node, like: Packed, node: Node) -> Packed:
@@ -350,7 +357,7 @@ class Packer:
         if not all(isinstance(width, int) for width in widths) or len(after) > 1:
             raise self._unknown(node)
         if after and widths[-1] != 1:
-            raise Refusal(f"{widths[-1]} places follow the ids, and one is understood")
+            raise PackingError(f"{widths[-1]} places follow the ids, and one is understood")
         tokens = ids.tokens
         num_before = sum(widths[: len(before)])
         if before:
@@ -364,7 +371,7 @@ class Packer:
         return self._emitter.call(aten.cat.default, pieces, dim)
 
     def _split(self, node: Node) -> Value:
-        source, count = arguments(node)[:2]
+        source = arguments(node)[0]
         packed = self._packed(source, node)
         self._require_vector(source, node)
         dim = int(arguments(node)[2]) if len(node.args) > 2 else 0
@@ -403,9 +410,7 @@ class Packer:
         if bool(before) == bool(after):
             return packed
         shape_of = [-1] if not after else [-1, prod(after)]
-        return self._each(
-            packed, lambda t: self._emitter.call(aten.reshape.default, t, shape_of)
-        )
+        return self._each(packed, lambda t: self._emitter.call(aten.reshape.default, t, shape_of))
 
     def _num_places(self, packed: Packed) -> int:
         return packed.num_before + self._rectangle.num_slots + (packed.own is not None)
@@ -483,20 +488,20 @@ class Packer:
         source, mask, fill = arguments(node)[:3]
         value = self._values.get(source)
         if mask in self._values or float(fill) != 0.0:
-            raise Refusal(f"{node.name} fills masked places with {fill}, not with 0")
+            raise PackingError(f"{node.name} fills masked places with {fill}, not with 0")
         if isinstance(value, Scores) and value.activated:
             packed = value.queries
             absent, later = masks_pairs(
                 self._rectangle, mask, packed.num_before, int(packed.own is not None)
             )
             if not absent:
-                raise Refusal(f"{node.name} does not hide just the keys where no id stands")
+                raise PackingError(f"{node.name} does not hide just the keys where no id stands")
             if packed.own is not None and not later:
-                raise Refusal("earlier tokens see the candidate's")
+                raise PackingError("earlier tokens see the candidate's")
             return replace(value, causal=later)
         packed = self._packed(source, node)
         if packed.own is not None or packed.num_before or not masks_absent(self._rectangle, mask):
-            raise Refusal(f"{node.name} does not hide just the places where no id stands")
+            raise PackingError(f"{node.name} does not hide just the places where no id stands")
         if self._features(node):
             raise self._unknown(node)
         return Masked(packed)
@@ -504,7 +509,7 @@ class Packer:
     def _attend(self, scores: Scores, values: Heads, node: Node) -> Packed:
         q, k, v = scores.queries, scores.keys, values.packed
         if scores.causal is None or scores.num_heads != values.num_heads:
-            raise Refusal(f"{node.name} sums values without a mask")
+            raise PackingError(f"{node.name} sums values without a mask")
         if len({(each.own is None, each.num_before) for each in (q, k, v)}) != 1:
             raise self._unknown(node)
         emitter, ragged = self._emitter, self._rectangle.ragged
@@ -541,7 +546,7 @@ class Packer:
         index = (distance + num_positions - 1)[used]
         table[:, index] = scores.bias[:, used]
         if not torch.equal(table[:, index], scores.bias[:, used]):
-            raise Refusal(f"{node.name} adds a bias that depends on more than the distance")
+            raise PackingError(f"{node.name} adds a bias that depends on more than the distance")
         return self._emitter.read(self._emitter.add("attention_bias", table))
 
     # Ends.
@@ -576,9 +581,9 @@ class Packer:
         packed = self._packed(source, node)
         places = self._num_places(packed)
         if dim != 1 or self._is_flat(source) or index not in (-1, places - 1):
-            raise Refusal(f"{node.name} reads place {index}, and only the last is understood")
+            raise PackingError(f"{node.name} reads place {index}, and only the last is understood")
         if packed.own is None:
-            raise Refusal(f"{node.name} reads a place that may hold no id")
+            raise PackingError(f"{node.name} reads a place that may hold no id")
         return packed.own
 
 

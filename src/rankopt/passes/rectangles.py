@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class Probe:
             return None
         return value if isinstance(value, Tensor) else None
 
-    def _value(self, node: Node) -> object:
+    def _value(self, node: Node) -> Any:
         if node not in self._known:
             self._known[node] = self._compute(node)
         return self._known[node]
@@ -101,9 +102,7 @@ class Probe:
             return constant(self._module, node)
         if node.op == "placeholder":
             return self._input(node)
-        target: object = node.target
-        if not callable(target):
-            raise TypeError(f"{node.op} cannot be run")
+        target: Any = node.target
         with torch.no_grad():
             return target(*map_arg(node.args, self._value), **map_arg(node.kwargs, self._value))
 
@@ -114,9 +113,10 @@ class Probe:
             return self.values
         # Of the others only sizes are read.
         num_lists = str(fake(self.ragged.lengths).shape[0])
+        shape: tuple[Any, ...] = tuple(fake(node).shape)
         sizes = [
             size if isinstance(size, int) else len(self.lengths) if str(size) == num_lists else 1
-            for size in fake(node).shape
+            for size in shape
         ]
         return torch.zeros(sizes, dtype=fake(node).dtype)
 
@@ -173,7 +173,7 @@ def _looked_up(module: GraphModule, probe: Probe) -> Iterator[Node]:
         if ids in seen or not is_lookup_of(lookup, arguments(lookup)[0]):
             continue
         seen.add(ids)
-        shape = fake(ids).shape
+        shape: tuple[Any, ...] = tuple(fake(ids).shape)
         if len(shape) == 2 and isinstance(shape[1], int) and probe.follows(ids):
             yield ids
 

@@ -107,7 +107,7 @@ def _first_layer(
     if query is None:
         return None
     totals = [torch.zeros(len(weight), dim, dtype=torch.float64) for _ in range(3)]
-    for piece, part in zip(pieces, weight.double().split(dim, dim=1), strict=True):
+    for piece, part in zip(pieces, weight.double().chunk(len(pieces), dim=1), strict=True):
         kind = _kind(piece, query, keys)
         if kind is None:
             return None
