@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankopt.kernels import mlp
 from rankopt.kernels.build import load_kernels
 
 
@@ -164,6 +165,7 @@ def aoti_c_shims() -> dict[Any, list[str]]:
     load_kernels()
     ops = torch.ops.rankopt
     return {
+        **mlp.aoti_c_shims(),
         ops.linear_int8.default: [
             "AOTITorchError aoti_torch_cpu_linear_int8(AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, "

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rankopt.kernels import ops, reference
 from rankopt.kernels.build import load_kernels
+from rankopt.kernels.mlp import mlp_reference
+from rankopt.kernels.mlp_cases import MLP_CASES, MlpCase, mlp_arguments
 from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
     LINEAR_CASES,
@@ -29,7 +31,7 @@ from rankopt.kernels.parity import (
 )
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase
+Case = LinearCase | RecurrentCase | MlpCase
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,14 @@ KERNELS: dict[str, Kernel] = {
             reference=reference.linear_fp32,
             cases=LINEAR_FP32_CASES,
             arguments=_linear_fp32_arguments,
+            allowance=None,
+            isas=True,
+        ),
+        Kernel(
+            name="mlp_int8",
+            reference=mlp_reference,
+            cases=MLP_CASES,
+            arguments=mlp_arguments,
             allowance=None,
             isas=True,
         ),

@@ -18,6 +18,7 @@ from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8, quantize
 from rankopt.models.card import ModelCard
 from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
+from rankopt.passes.dense_chains import fuse_chains
 from rankopt.passes.graph import (
     LayerConstants,
     Linear,
@@ -42,8 +43,9 @@ class QuantizeDense(Pass):
     sums do not depend on the batch either.
 
     `native` is rankopt's own kernel: scaling, bias and ReLU/PReLU in one call, weights stored as
-    the kernel reads them. `fbgemm` goes through torch's fbgemm with weights packed when the
-    artifact is loaded. `torchao` applies one of its configurations and unwraps it before export.
+    the kernel reads them; layers that follow one another become one call. `fbgemm` goes through
+    torch's fbgemm with weights packed when the artifact is loaded. `torchao` applies one of its
+    configurations and unwraps it before export.
 
     Example:
         ```yaml
@@ -67,6 +69,8 @@ class QuantizeDense(Pass):
     min_inputs: int = Field(default=16, ge=1)
     min_outputs: int = Field(default=1, ge=1)
     """Narrower layers stay in fp32."""
+    fuse: bool = True
+    """Run layers that follow one another as one call; `native` alone can. No score changes."""
     rules: tuple[Rule[bool], ...] = ()
     """`use: false` keeps a layer in fp32."""
     scheme: str | None = None
@@ -117,6 +121,8 @@ class QuantizeDense(Pass):
             # A second copy of an embedding table would cost more than a stable order of sums.
             for linear in (linear for linear in rest if not linear.tied):
                 _replace_fp32(module, linear, store)
+            if self.fuse:
+                fuse_chains(module)
 
         quantised = bundle.edit(rewrite, provided=bundle.provided | self.provides)
         return quantised if changed else bundle
