@@ -31,6 +31,7 @@ class Layers(nn.Module):
         self.register_buffer("levels", levels)
         self.register_buffer("levels_scale", scale)
         self.register_buffer("next", pack_linear_int8(levels))
+        self.register_buffer("peak", torch.full((1,), 6.0))
         self.register_buffer("next_scale", scale.clone())
         self.register_buffer("narrow", pack_linear_fp32(torch.randn(3, 7, generator=generator)))
         self.register_buffer("narrow_bias", torch.randn(3, generator=generator))
@@ -51,6 +52,7 @@ class Layers(nn.Module):
             [self.scale, self.next_scale, None],
             [None, None, self.narrow_bias],
             [self.slope, None, None],
+            [None, self.peak, None],
             [20, 7, 3],
             7,
         )

@@ -122,7 +122,7 @@ def test_lists_of_different_lengths_and_layers_that_do_not_fit_are_refused() -> 
         mlp_int8(rows(2), [])
     one = layers[0]
     with pytest.raises(RuntimeError, match="one entry for each layer"):
-        torch.ops.rankopt.mlp_int8(rows(2), [one.packed], [], [None], [None], [48], 7)
+        torch.ops.rankopt.mlp_int8(rows(2), [one.packed], [], [None], [None], [None], [48], 7)
     with pytest.raises(RuntimeError, match="activation_bits must be 7 or 8"):
         mlp_int8(rows(2), layers, activation_bits=6)
 
@@ -138,3 +138,43 @@ def test_grid_holds_chains_that_begin_and_end_in_either_kind() -> None:
     }
     assert {case.activation_bits for case in cases} == {7, 8}
     assert len({str(case) for case in cases}) == len(cases)
+
+
+def fixed_chain() -> list[MlpLayer]:
+    return [
+        MlpLayer(*list(vars(layer).values())[:5], peak=torch.tensor([4.0 * 3**index]))
+        for index, layer in enumerate(chain((130, 90, 77, 40, 33), (True, True, True, True)))
+    ]
+
+
+@pytest.mark.parametrize("isa", ops.supported_isas())
+@pytest.mark.parametrize("num_rows", [1, 7, 40, 700])
+def test_with_fixed_peaks_neither_rows_nor_threads_change_a_bit(isa: str, num_rows: int) -> None:
+    layers, x = fixed_chain(), rows(num_rows, 130)
+    ops.set_isa("scalar")
+    expected = mlp_int8(x, layers)
+    ops.set_isa(isa)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(mlp_int8(x, layers), expected)
+    assert torch.equal(mlp_int8(x[-1:], layers)[0], expected[-1])
+
+
+def test_a_fixed_peak_cuts_off_what_lies_beyond() -> None:
+    weight = torch.eye(16)
+    levels, scale = quantize_linear_weight(weight)
+    layer = MlpLayer(pack_linear_int8(levels), scale, None, None, 16, torch.tensor([2.0]))
+    x = torch.linspace(-6, 6, 16)[None]
+    for layers in ([layer], [layer, layer]):
+        result = mlp_int8(x, layers, activation_bits=8)
+        assert torch.allclose(result, x.clamp(-2, 2), atol=2 / 127)
+    x[0, 3] = torch.inf
+    assert mlp_int8(x, [layer, layer]).isnan().all()
+
+
+@pytest.mark.parametrize("peak", [0.0, -1.0, torch.inf, torch.nan])
+def test_a_peak_that_is_no_size_is_refused(peak: float) -> None:
+    layer = fixed_chain()[0]
+    bad = MlpLayer(*list(vars(layer).values())[:5], peak=torch.tensor([peak]))
+    with pytest.raises(RuntimeError, match="peak must be finite and at least"):
+        mlp_int8(rows(2, 130), [bad])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from passes.zoo import (
     SIZES,
     Mlp,
     apply_passes,
+    exact,
     features_of,
     make_bundle,
     mlp_card,
     seeded,
 )
 from rankopt.bundle import ModelBundle
+from rankopt.environment import collect_environment
 from rankopt.passes.dense_chains import fuse_chains
 from rankopt.passes.quantize_dense import QuantizeDense
 
@@ -60,7 +63,7 @@ def test_layers_that_stay_in_fp32_join_at_the_ends() -> None:
     assert not calls(fused, "linear_int8")
     assert not calls(fused, "linear_fp32")
     found = calls(fused, "mlp_int8")
-    assert [list(call[5]) for call in found] == [[32, 16], [32, 16, 1]]
+    assert [list(call[6]) for call in found] == [[32, 16], [32, 16, 1]]
     assert [[scale is not None for scale in call[2]] for call in found] == [
         [False, True],
         [True, True, False],
@@ -85,7 +88,7 @@ class Forked(nn.Module):
 
 def test_a_chain_ends_at_a_second_reader_and_at_any_other_operator() -> None:
     fused = check_bits(make_bundle(mlp_card(20), seeded(Forked)))
-    assert [list(call[5]) for call in calls(fused, "mlp_int8")] == [[20, 20]]
+    assert [list(call[6]) for call in calls(fused, "mlp_int8")] == [[20, 20]]
     assert len(calls(fused, "linear_int8")) == 4
 
 
@@ -105,7 +108,7 @@ class Score(nn.Module):
 
 def test_lists_of_vectors_go_through_a_chain_too() -> None:
     fused = check_bits(make_bundle(mlp_card(20), seeded(Score)))
-    assert [list(call[5]) for call in calls(fused, "mlp_int8")] == [[8, 4], [6, 1]]
+    assert [list(call[6]) for call in calls(fused, "mlp_int8")] == [[8, 4], [6, 1]]
 
 
 def test_layers_of_different_activation_bits_stay_apart() -> None:
@@ -120,9 +123,77 @@ def test_layers_of_different_activation_bits_stay_apart() -> None:
 
     mixed = bundle.edit(rewrite)
     assert counts == [1]
-    assert [list(call[5]) for call in calls(mixed, "mlp_int8")] == [[16, 8]]
+    assert [list(call[6]) for call in calls(mixed, "mlp_int8")] == [[16, 8]]
 
 
 def test_other_backends_have_no_chains() -> None:
     bundle = make_bundle(mlp_card(20), seeded(lambda: Mlp(20, 16, 8, 1)))
     assert not calls(quantised(bundle, backend="fbgemm"), "mlp_int8")
+
+
+def static(bundle: ModelBundle, **more: Any) -> Any:
+    settings = {"min_inputs": 1, "activation_bits": 8, "activations": "static", **more}
+    return apply_passes(bundle, QuantizeDense.model_validate(settings))
+
+
+@pytest.mark.parametrize("name", ["dlrm", "din", "zoo"])
+def test_static_scores_stay_near_those_of_float32(name: str) -> None:
+    model_card, model, bundle = bundle_of(name)
+    applied = static(bundle)
+    assert not calls(applied.bundle, "linear_int8")
+    features = bundle.sample
+    truth = exact(model_card, model, features)["score"]
+    error = applied.bundle.run(features)["score"].double() - truth
+    assert 0 < float(error.square().mean().sqrt() / truth.std()) < 0.1
+
+
+def test_a_static_scale_is_the_quantile_asked_for_and_says_what_it_cuts_off() -> None:
+    model_card = mlp_card(20)
+    bundle = make_bundle(model_card, seeded(lambda: Mlp(20, 16, 1)))
+    largest = bundle.sample["dense"].abs().amax(1).sort().values
+    for quantile, expected in ((1.0, largest[-1]), (0.5, largest[len(largest) // 2])):
+        applied = static(bundle, quantile=quantile)
+        (call,) = calls(applied.bundle, "mlp_int8")
+        peaks = [applied.bundle.constants[layer_constant(applied.bundle, node)] for node in call[5]]
+        assert float(peaks[0]) == float(expected)
+        cut = float((bundle.sample["dense"].abs() > expected).double().mean())
+        assert f"quantile {quantile:g} of {len(largest)} rows" in applied.notes[0]
+        assert f"{cut:.2%} of the values saturate" in applied.notes[0]
+
+
+def layer_constant(bundle: ModelBundle, node: Any) -> str:
+    signature = bundle.program.graph_signature
+    return str(
+        signature.inputs_to_buffers.get(node.name) or signature.inputs_to_parameters[node.name]
+    )
+
+
+def test_a_layer_that_saw_only_zeros_keeps_a_scale_for_each_row() -> None:
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(20, 16), nn.Linear(16, 1)
+
+        def forward(self, dense: Tensor) -> Tensor:
+            score: Tensor = self.second(functional.relu(self.first(dense) - 1e9))
+            return score.squeeze(1)
+
+    applied = static(make_bundle(mlp_card(20), seeded(Silent)))
+    assert len(calls(applied.bundle, "linear_int8")) == 1
+    assert any("second: its inputs were zero" in note for note in applied.notes)
+
+
+def test_without_rows_nothing_is_calibrated() -> None:
+    bundle = make_bundle(mlp_card(20), seeded(lambda: Mlp(20, 16, 1)))
+    empty = replace(bundle, sample={"dense": bundle.sample["dense"][:0]})
+    applied = static(empty)
+    assert applied.bundle is empty
+    assert "layers.0: there are no rows to calibrate its activations on" in applied.notes
+
+
+def test_static_activations_are_refused_for_other_backends() -> None:
+    step = QuantizeDense(backend="fbgemm", activations="static")
+    (problem,) = step.check(collect_environment(), None)
+    assert "quantize_dense.activations" in str(problem)
+    assert step.needs_rows
+    assert not QuantizeDense().needs_rows

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rankopt.kernels.mlp import MlpLayer, columns
 from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import Layout, LinearCase, Slope, Values, make_linear_inputs
@@ -24,13 +26,16 @@ class MlpCase:
     activation_bits: int = 7
     has_bias: bool = True
     negative_slope: Slope = "one"
+    fixed: tuple[float, ...] = ()
+    """Fixed peaks of the layers, 0 for none; none at all when empty."""
 
     def __str__(self) -> str:
         shape = "x".join(str(size) for size in (self.num_rows, *self.widths))
         kinds = "".join("i" if kind else "f" for kind in self.int8)
         bias = "bias" if self.has_bias else "nobias"
         parts = (shape, kinds, self.values, self.layout, f"{self.activation_bits}bit", bias)
-        return "-".join((*parts, f"slope_{self.negative_slope}"))
+        fixed = "_".join(f"{peak:g}" for peak in self.fixed) or "dynamic"
+        return "-".join((*parts, f"slope_{self.negative_slope}", fixed))
 
 
 def _grid() -> Iterator[MlpCase]:
@@ -46,9 +51,9 @@ def _grid() -> Iterator[MlpCase]:
         yield MlpCase(num_rows, widths, int8, activation_bits=bits)
     values: tuple[Values, ...]
     values = ("extreme", "alternating", "zero", "tiny", "huge", "nonfinite", "loud")
-    for num_rows, kind, bits in itertools.product((1, 9), values, (7, 8)):
-        yield MlpCase(num_rows, *chains[2], values=kind, activation_bits=bits)
-        yield MlpCase(num_rows, *chains[4], values=kind, activation_bits=bits)
+    for kind in values:
+        for num_rows, bits, (widths, int8) in itertools.product((1, 9), (7, 8), chains[2:5:2]):
+            yield MlpCase(num_rows, widths, int8, values=kind, activation_bits=bits)
     layouts: tuple[Layout, ...] = ("row_stride", "transposed", "three_dims")
     slopes: tuple[Slope, ...] = ("none", "per_output")
     for num_rows, (widths, int8) in itertools.product((1, 9), chains[2:5]):
@@ -57,6 +62,25 @@ def _grid() -> Iterator[MlpCase]:
         for slope in slopes:
             yield MlpCase(num_rows, widths, int8, negative_slope=slope)
             yield MlpCase(num_rows, widths, int8, negative_slope=slope, has_bias=False)
+    # Fixed peaks: on every layer, the first, later ones; too small, so that much saturates.
+    both = (True, True)
+    for num_rows, bits in itertools.product((0, 1, 2, 5, 17, 97), (7, 8)):
+        for fixed in ((3.0, 20.0, 0.0), (3.0, 0.0, 0.0), (0.0, 20.0, 0.0), (0.1, 0.2, 0.0)):
+            widths, int8 = (130, 77, 40, 1), (*both, False)
+            yield MlpCase(num_rows, widths, int8, activation_bits=bits, fixed=fixed)
+        yield MlpCase(
+            num_rows,
+            (13, 70, 17, 33, 5),
+            (False, *both, True),
+            activation_bits=bits,
+            negative_slope="none",
+            fixed=(0.0, 5.0, 9.0, 20.0),
+        )
+    for kind in values:
+        for num_rows, fixed in itertools.product((1, 9), ((2.0, 5.0), (0.0, 5.0))):
+            yield MlpCase(num_rows, (7, 33, 17), both, values=kind, fixed=fixed)
+    yield MlpCase(1500, (40, 64, 33), both, fixed=(3.0, 20.0))
+    yield MlpCase(3, (1100, 700, 600, 40), (*both, True), fixed=(3.0, 90.0, 1e3))
     # Several blocks of rows, several threads: by rows, and by outputs with a wait between layers.
     yield MlpCase(1500, (40, 64, 33, 1), (True, True, False))
     yield MlpCase(3, (1100, 700, 600, 40, 1), (True, True, True, False))
@@ -70,6 +94,7 @@ MLP_CASES: tuple[MlpCase, ...] = tuple(_grid())
 def mlp_arguments(case: MlpCase) -> tuple[Any, ...]:
     """Draw the operator's arguments of a case: the same ones every time."""
     layers = []
+    x = torch.empty(0)
     for index, (num_inputs, num_outputs) in enumerate(itertools.pairwise(case.widths)):
         # Rows at their extremes are the first layer's; the weights are so in every layer.
         given = make_linear_inputs(
@@ -89,5 +114,7 @@ def mlp_arguments(case: MlpCase) -> tuple[Any, ...]:
             packed, scale = pack_linear_int8(given.levels), given.scale
         else:
             packed, scale = pack_linear_fp32(given.weight), None
-        layers.append(MlpLayer(packed, scale, given.bias, given.negative_slope, num_outputs))
+        fixed = case.fixed[index] if case.fixed else 0.0
+        peak = torch.tensor([fixed]) if fixed else None
+        layers.append(MlpLayer(packed, scale, given.bias, given.negative_slope, num_outputs, peak))
     return x, *columns(layers), case.activation_bits

@@ -35,7 +35,7 @@ def _find_chains(module: GraphModule) -> list[list[Node]]:
         if node in joined or not _is_layer(node):
             continue
         chain = [node]
-        while (after := _next(chain[-1], _bits(chain))) is not None:
+        while (after := _next(chain)) is not None:
             chain.append(after)
         joined.update(chain)
         if len(chain) > 1:
@@ -43,44 +43,53 @@ def _find_chains(module: GraphModule) -> list[list[Node]]:
     return chains
 
 
-def _next(node: Node, bits: int | None) -> Node | None:
-    """Return the layer that alone reads a layer's result, unless its activations differ in bits."""
-    if len(node.users) != 1:
+def _next(chain: list[Node]) -> Node | None:
+    """Return the layer that alone reads a chain's result, unless its activations differ in bits."""
+    last = chain[-1]
+    if len(last.users) != 1:
         return None
-    user = next(iter(node.users))
-    if not _is_layer(user) or arguments(user)[0] is not node:
+    user = next(iter(last.users))
+    if not _is_layer(user) or arguments(user)[0] is not last:
         return None
-    own = _bits([user])
-    return user if own is None or bits is None or own == bits else None
+    return user if len(_bits([*chain, user])) < 2 else None
 
 
 def _is_layer(node: Node) -> bool:
     ops = torch.ops.rankopt
-    return node.target in (ops.linear_int8.default, ops.linear_fp32.default)
+    return node.target in (
+        ops.linear_int8.default,
+        ops.linear_fp32.default,
+        ops.mlp_int8.default,
+    )
 
 
-def _bits(chain: list[Node]) -> int | None:
-    """Return the activation bits of a chain's int8 layers; None where it has none."""
-    for node in chain:
-        if node.target is torch.ops.rankopt.linear_int8.default:
-            bits: int = arguments(node)[6]
-            return bits
-    return None
+def _bits(chain: list[Node]) -> set[int]:
+    """Return the activation bits of a chain's int8 layers."""
+    ops = torch.ops.rankopt
+    position = {ops.linear_int8.default: 6, ops.mlp_int8.default: 7}
+    return {arguments(node)[position[node.target]] for node in chain if node.target in position}
+
+
+def _columns(node: Node) -> list[list[Any]]:
+    """Return packed, scale, bias, negative_slope, peak and num_outputs of a node's layers."""
+    ops, values = torch.ops.rankopt, arguments(node)
+    if node.target is ops.mlp_int8.default:
+        return [list(column) for column in values[1:7]]
+    if node.target is ops.linear_fp32.default:
+        values = (*values[:2], None, *values[2:])
+    packed, scale, bias, slope, num_outputs = values[1:6]
+    return [[packed], [scale], [bias], [slope], [None], [num_outputs]]
 
 
 def _replace(module: GraphModule, chain: list[Node]) -> None:
-    # packed, scale, bias, negative_slope, num_outputs
-    columns: tuple[list[Any], ...] = ([], [], [], [], [])
+    columns: list[list[Any]] = [[], [], [], [], [], []]
     for node in chain:
-        values = arguments(node)[1:6]
-        if node.target is torch.ops.rankopt.linear_fp32.default:
-            values = (values[0], None, *values[1:])
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
+        for column, more in zip(columns, _columns(node), strict=True):
+            column.extend(more)
+    bits = max(_bits(chain), default=8)
     with module.graph.inserting_before(chain[-1]):
         new = module.graph.call_function(
-            torch.ops.rankopt.mlp_int8.default,
-            (arguments(chain[0])[0], *columns, _bits(chain) or 8),
+            torch.ops.rankopt.mlp_int8.default, (arguments(chain[0])[0], *columns, bits)
         )
     replace_linear(chain[-1], new)
     for node in reversed(chain[:-1]):

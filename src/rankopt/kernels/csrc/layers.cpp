@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -50,7 +51,7 @@ constexpr double kThreadNs = 4000;
 constexpr double kWeightBytesPerNs = 64;
 // What reading a row and adding up its lanes costs in a narrow fp32 layer, in multiply-adds.
 constexpr int64_t kNarrowRowWork = 64;
-// A block of rows between two layers: it stays in the second-level cache beside the weights it meets.
+// A block of rows between two layers: it stays in the second-level cache beside the weights.
 constexpr int64_t kBlockBytes = 384 << 10;
 constexpr int64_t kMinBlockRows = 40, kMaxBlockRows = 640;
 
@@ -59,6 +60,8 @@ constexpr int64_t row_stride(int64_t size_bytes) { return divide_up(size_bytes, 
 
 struct Layer {
   bool is_int8;
+  bool is_fixed;   // its inputs are scaled by a fixed peak, not by each row's own
+  RowScale fixed;
   int64_t num_inputs;
   int64_t num_outputs;
   int64_t num_tiles;
@@ -68,13 +71,18 @@ struct Layer {
 
 using Layers = c10::SmallVector<Layer, 6>;
 
+// Whether a layer's epilogue writes what the next one reads as levels.
+bool hands_levels_on(const Layers& layers, size_t index) {
+  return index + 1 < layers.size() && layers[index].is_int8 && layers[index + 1].is_fixed;
+}
+
 int64_t packed_fp32_size(int64_t num_outputs, int64_t num_inputs) {
   if (num_outputs <= kNarrowOutputs)
     return num_outputs * divide_up(num_inputs, kLaneInputs) * kLaneInputs;
   return divide_up(num_outputs, kTileOutputs) * kTileOutputs * num_inputs;
 }
 
-void check_int8(const char* op, const LayerTensors& tensors, Layer& layer) {
+void check_int8(const char* op, const LayerTensors& tensors, int activation_bits, Layer& layer) {
   TORCH_CHECK(layer.num_inputs <= kMaxInputs, op, ": at most ", kMaxInputs,
               " inputs, or a 32-bit sum could overflow; got ", layer.num_inputs);
   const int64_t num_steps = divide_up(layer.num_inputs, kTileInputs);
@@ -91,6 +99,15 @@ void check_int8(const char* op, const LayerTensors& tensors, Layer& layer) {
   block.num_outputs = layer.num_outputs;
   block.column_sum = block.tiles + tiles_bytes;
   block.scale = float_vector(op, tensors.scale, "scale", layer.num_outputs, false);
+  block.activation_bits = activation_bits;
+  if (tensors.peak == nullptr) return;
+  const float peak = *float_vector(op, tensors.peak, "peak", 1, true);
+  uint32_t bits;
+  std::memcpy(&bits, &peak, sizeof(bits));
+  TORCH_CHECK(bits >= kTinyBits && bits < kInfinityBits, op,
+              ": peak must be finite and at least 2^-100; got ", peak);
+  layer.is_fixed = true;
+  layer.fixed = row_scale(bits, levels_of(activation_bits));
 }
 
 void check_fp32(const char* op, const LayerTensors& tensors, Layer& layer) {
@@ -106,7 +123,8 @@ void check_fp32(const char* op, const LayerTensors& tensors, Layer& layer) {
   block.num_outputs = layer.num_outputs;
 }
 
-Layer check_layer(const char* op, int64_t num_inputs, const LayerTensors& tensors) {
+Layer check_layer(const char* op, int64_t num_inputs, const LayerTensors& tensors,
+                  int activation_bits) {
   TORCH_CHECK(tensors.num_outputs >= 1, op, ": num_outputs must be at least 1; got ",
               tensors.num_outputs);
   Layer layer{};
@@ -115,7 +133,7 @@ Layer check_layer(const char* op, int64_t num_inputs, const LayerTensors& tensor
   layer.num_outputs = tensors.num_outputs;
   layer.num_tiles = divide_up(tensors.num_outputs, kTileOutputs);
   if (layer.is_int8)
-    check_int8(op, tensors, layer);
+    check_int8(op, tensors, activation_bits, layer);
   else
     check_fp32(op, tensors, layer);
   const float* bias = float_vector(op, tensors.bias, "bias", layer.num_outputs, false);
@@ -154,34 +172,39 @@ struct Matrix {
   Matrix from(int64_t row) const { return {data + row * stride, stride}; }
 };
 
-// What the rows of a block need between two layers.
+// What the rows of a block need between two layers: quantised ones, with their scales, and floats.
 struct Workspace {
   int64_t levels_stride = 0;  // bytes of a quantised row; 0 where no layer is int8
+  int64_t num_levels = 0;     // buffers: a layer may write levels while it reads others
   int64_t hidden_stride = 0;  // floats of a row between two layers; 0 for one layer
   int64_t num_hidden = 0;     // buffers: an fp32 layer cannot write over what it reads
 
   Workspace(const Layers& layers, bool shared) {
-    int64_t widest = 0, hidden = 0;
+    int64_t widest = -1, hidden = 0;
     for (size_t i = 0; i < layers.size(); ++i) {
       if (layers[i].is_int8) widest = std::max(widest, layers[i].num_inputs);
       if (i + 1 < layers.size()) hidden = std::max(hidden, layers[i].num_outputs);
       if (i > 0 && i + 1 < layers.size() && (shared || !layers[i].is_int8)) num_hidden = 2;
+      if (i > 0 && hands_levels_on(layers, i - 1)) num_levels = 2;
     }
-    if (widest > 0 || layers.front().is_int8)
+    if (widest >= 0) {
       levels_stride = row_stride(divide_up(widest, kTileInputs) * kTileInputs);
+      num_levels = std::max<int64_t>(num_levels, 1);
+    }
     if (hidden > 0) {
       hidden_stride = row_stride(hidden * int64_t{sizeof(float)}) / int64_t{sizeof(float)};
       num_hidden = std::max<int64_t>(num_hidden, 1);
     }
   }
 
+  // Of one buffer, the rows' scales behind the rows.
   int64_t levels_bytes(int64_t rows) const {
     return divide_up(rows * (levels_stride + int64_t{sizeof(float)}), 64) * 64;
   }
   int64_t hidden_bytes(int64_t rows) const {
     return num_hidden * rows * hidden_stride * int64_t{sizeof(float)};
   }
-  int64_t row_bytes() const { return levels_bytes(64) / 64 + hidden_bytes(1); }
+  int64_t row_bytes() const { return num_levels * levels_bytes(64) / 64 + hidden_bytes(1); }
 };
 
 struct Call {
@@ -193,36 +216,93 @@ struct Call {
   int64_t num_rows;
 };
 
-// One layer, the tiles given, on rows that lie together.
-void run_layer(const Call& call, const Layer& layer, Matrix<const float> in, Matrix<float> out,
-               int64_t num_rows, Range tiles, uint8_t* levels, int64_t levels_stride) {
-  if (tiles.begin >= tiles.end) return;
-  if (!layer.is_int8) {
-    Fp32Block block = layer.fp32;
-    block.x = in.data;
-    block.x_stride = in.stride;
-    block.num_rows = num_rows;
-    block.tile_begin = tiles.begin;
-    block.tile_end = tiles.end;
-    block.out = out.data;
-    block.out_stride = out.stride;
-    return (layer.num_outputs <= kNarrowOutputs ? call.kernels.fp32.narrow
-                                                : call.kernels.fp32.wide)(block);
+// Quantised rows and their scales.
+struct Levels {
+  uint8_t* rows;
+  float* scales;
+
+  Levels(uint8_t* bytes, int64_t num_rows, int64_t stride)
+      : rows(bytes), scales(reinterpret_cast<float*>(bytes + num_rows * stride)) {}
+};
+
+void quantize_rows(const Call& call, const Layer& layer, Matrix<const float> in, int64_t num_rows,
+                   Levels levels, int64_t stride) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const float* x = in.data + r * in.stride;
+    uint8_t* out = levels.rows + r * stride;
+    levels.scales[r] =
+        layer.is_fixed ? call.kernels.int8.quantize_fixed(x, layer.num_inputs, call.activation_bits,
+                                                          layer.fixed, out)
+                       : call.kernels.int8.quantize(x, layer.num_inputs, call.activation_bits, out);
   }
-  float* row_scales = reinterpret_cast<float*>(levels + num_rows * levels_stride);
-  for (int64_t r = 0; r < num_rows; ++r)
-    row_scales[r] = call.kernels.int8.quantize(in.data + r * in.stride, layer.num_inputs,
-                                               call.activation_bits, levels + r * levels_stride);
-  GemmBlock block = layer.int8;
-  block.rows = levels;
-  block.stride = levels_stride;
-  block.row_scales = row_scales;
+}
+
+void multiply_fp32(const Call& call, const Layer& layer, Matrix<const float> in, Matrix<float> out,
+                   int64_t num_rows, Range tiles) {
+  Fp32Block block = layer.fp32;
+  block.x = in.data;
+  block.x_stride = in.stride;
   block.num_rows = num_rows;
   block.tile_begin = tiles.begin;
   block.tile_end = tiles.end;
   block.out = out.data;
   block.out_stride = out.stride;
+  (layer.num_outputs <= kNarrowOutputs ? call.kernels.fp32.narrow : call.kernels.fp32.wide)(block);
+}
+
+// Into `next` where it is given, else into `out`.
+void multiply_int8(const Call& call, const Layer& layer, Levels levels, int64_t stride,
+                   Matrix<float> out, const Levels* next, float next_inverse, int64_t num_rows,
+                   Range tiles) {
+  GemmBlock block = layer.int8;
+  block.rows = levels.rows;
+  block.stride = stride;
+  block.row_scales = levels.scales;
+  block.num_rows = num_rows;
+  block.tile_begin = tiles.begin;
+  block.tile_end = tiles.end;
+  block.out = out.data;
+  block.out_stride = out.stride;
+  if (next != nullptr) {
+    block.levels = next->rows;
+    block.levels_stride = stride;
+    block.levels_inverse = next_inverse;
+    block.next_scales = next->scales;
+  }
   (call.activation_bits == 7 ? call.kernels.int8.gemm7 : call.kernels.int8.gemm8)(block);
+}
+
+// Rows that lie together through all layers, on this thread alone.
+void run_block(const Call& call, const Workspace& space, uint8_t* bytes, int64_t row,
+               int64_t num_rows) {
+  const int64_t stride = space.levels_stride, levels_bytes = space.levels_bytes(num_rows);
+  const Levels sides[2] = {{bytes, num_rows, stride}, {bytes + levels_bytes, num_rows, stride}};
+  float* hidden = reinterpret_cast<float*>(bytes + space.num_levels * levels_bytes);
+  float* free = hidden;
+  Matrix<const float> in = call.x.from(row);
+  bool quantized = false;
+  int side = 0;
+  for (size_t i = 0; i < call.layers.size(); ++i) {
+    const Layer& layer = call.layers[i];
+    const bool last = i + 1 == call.layers.size();
+    // An int8 layer has read its input into levels before it writes: over the same buffer.
+    if (i > 0 && !last && !layer.is_int8)
+      free = in.data == hidden ? hidden + num_rows * space.hidden_stride : hidden;
+    const Matrix<float> out = last ? call.out.from(row) : Matrix<float>{free, space.hidden_stride};
+    const Range tiles{0, layer.num_tiles};
+    if (!layer.is_int8) {
+      multiply_fp32(call, layer, in, out, num_rows, tiles);
+    } else {
+      if (!quantized) quantize_rows(call, layer, in, num_rows, sides[side], stride);
+      quantized = hands_levels_on(call.layers, i);
+      const Levels* next = quantized ? &sides[1 - side] : nullptr;
+      if (quantized) std::fill_n(next->scales, num_rows, call.layers[i + 1].fixed.scale);
+      multiply_int8(call, layer, sides[side], stride, out, next,
+                    quantized ? call.layers[i + 1].fixed.inverse : 0.0f, num_rows, tiles);
+      if (quantized) side = 1 - side;
+    }
+    in = {out.data, out.stride};
+  }
 }
 
 // Rows [begin, end) through all layers, block by block, on this thread alone.
@@ -234,25 +314,10 @@ void run_rows(const Call& call, Range rows) {
   // Even blocks: 650 rows at most 640 at a time are two of 325.
   const int64_t num_blocks = divide_up(rows.end - rows.begin, most);
   const int64_t block_rows = divide_up(rows.end - rows.begin, num_blocks);
-  uint8_t* levels =
-      scratch.bytes(space.levels_bytes(block_rows) + space.hidden_bytes(block_rows));
-  float* hidden = reinterpret_cast<float*>(levels + space.levels_bytes(block_rows));
-  const int64_t hidden_size = block_rows * space.hidden_stride;
-
-  for (int64_t row = rows.begin; row < rows.end; row += block_rows) {
-    const int64_t num_rows = std::min(block_rows, rows.end - row);
-    Matrix<const float> in = call.x.from(row);
-    float* free = hidden;
-    for (size_t i = 0; i < call.layers.size(); ++i) {
-      const Layer& layer = call.layers[i];
-      const bool last = i + 1 == call.layers.size();
-      // An int8 layer has read its input into `levels` before it writes: over the same buffer.
-      if (i > 0 && !last && !layer.is_int8) free = in.data == hidden ? hidden + hidden_size : hidden;
-      const Matrix<float> out = last ? call.out.from(row) : Matrix<float>{free, space.hidden_stride};
-      run_layer(call, layer, in, out, num_rows, {0, layer.num_tiles}, levels, space.levels_stride);
-      in = {out.data, out.stride};
-    }
-  }
+  uint8_t* bytes = scratch.bytes(space.num_levels * space.levels_bytes(block_rows) +
+                                 space.hidden_bytes(block_rows));
+  for (int64_t row = rows.begin; row < rows.end; row += block_rows)
+    run_block(call, space, bytes, row, std::min(block_rows, rows.end - row));
 }
 
 // Parts of a layer that wait for all parts before the next layer begins. It counts parts and not
@@ -275,28 +340,48 @@ class Barrier {
 };
 
 // All rows at once; each layer's outputs are shared by `num_parts` threads. A part quantises the
-// rows itself: cheaper than waiting for another.
+// rows itself, cheaper than waiting for another; levels that an epilogue writes are shared.
 void run_outputs(const Call& call, int64_t num_parts) {
   thread_local Scratch scratch;
   const Workspace space(call.layers, true);
-  const int64_t num_rows = call.num_rows, levels_bytes = space.levels_bytes(num_rows);
+  const int64_t num_rows = call.num_rows, stride = space.levels_stride;
+  const int64_t levels_bytes = space.levels_bytes(num_rows);
+  const int64_t num_layers = static_cast<int64_t>(call.layers.size());
   // One allocation here: nothing may throw while others wait at the barrier.
-  uint8_t* all_levels = scratch.bytes(num_parts * levels_bytes + space.hidden_bytes(num_rows));
-  float* hidden = reinterpret_cast<float*>(all_levels + num_parts * levels_bytes);
+  const int64_t num_shared = space.num_levels > 1 ? num_layers : 0;
+  uint8_t* bytes = scratch.bytes((num_parts + num_shared) * levels_bytes +
+                                 space.hidden_bytes(num_rows));
+  uint8_t* shared = bytes + num_parts * levels_bytes;
+  float* hidden = reinterpret_cast<float*>(shared + num_shared * levels_bytes);
+  // Before any part can find a row spoiled.
+  for (int64_t i = 0; i < num_shared; ++i)
+    if (call.layers[i].is_fixed)
+      std::fill_n(Levels(shared + i * levels_bytes, num_rows, stride).scales, num_rows,
+                  call.layers[i].fixed.scale);
   Barrier barrier;
   at::parallel_for(0, num_parts, 1, [&](int64_t first, int64_t end) {
     Matrix<const float> in = call.x;
-    for (size_t i = 0; i < call.layers.size(); ++i) {
+    bool quantized = false;
+    for (int64_t i = 0; i < num_layers; ++i) {
       const Layer& layer = call.layers[i];
-      const bool last = i + 1 == call.layers.size();
-      const int64_t side = static_cast<int64_t>(i) % 2;
+      const bool last = i + 1 == num_layers;
       const Matrix<float> out =
           last ? call.out
-               : Matrix<float>{hidden + side * num_rows * space.hidden_stride, space.hidden_stride};
+               : Matrix<float>{hidden + i % 2 * num_rows * space.hidden_stride, space.hidden_stride};
       const Range tiles{layer.num_tiles * first / num_parts, layer.num_tiles * end / num_parts};
-      run_layer(call, layer, in, out, num_rows, tiles, all_levels + first * levels_bytes,
-                space.levels_stride);
-      if (!last) barrier.pass(end - first, static_cast<int64_t>(i + 1) * num_parts);
+      const bool hands_on = hands_levels_on(call.layers, i);
+      if (tiles.begin < tiles.end && !layer.is_int8) {
+        multiply_fp32(call, layer, in, out, num_rows, tiles);
+      } else if (tiles.begin < tiles.end) {
+        const Levels own(bytes + first * levels_bytes, num_rows, stride);
+        if (!quantized) quantize_rows(call, layer, in, num_rows, own, stride);
+        const Levels levels = quantized ? Levels(shared + i * levels_bytes, num_rows, stride) : own;
+        const Levels next(shared + (i + 1) * levels_bytes, num_rows, stride);
+        multiply_int8(call, layer, levels, stride, out, hands_on ? &next : nullptr,
+                      hands_on ? call.layers[i + 1].fixed.inverse : 0.0f, num_rows, tiles);
+      }
+      if (!last) barrier.pass(end - first, (i + 1) * num_parts);
+      quantized = hands_on;
       in = {out.data, out.stride};
     }
   });
@@ -341,7 +426,7 @@ at::Tensor run_layers(const char* op, const at::Tensor& x, c10::ArrayRef<LayerTe
   Call call{kernels(), {}, static_cast<int>(activation_bits), {}, {}, 0};
   int64_t num_inputs = x.size(-1);
   for (const LayerTensors& tensors : layers) {
-    call.layers.push_back(check_layer(op, num_inputs, tensors));
+    call.layers.push_back(check_layer(op, num_inputs, tensors, call.activation_bits));
     num_inputs = tensors.num_outputs;
   }
 

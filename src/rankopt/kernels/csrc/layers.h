@@ -17,6 +17,7 @@ struct LayerTensors {
   const at::Tensor* scale;  // null: fp32
   const at::Tensor* bias;
   const at::Tensor* slope;
+  const at::Tensor* peak;  // one number that an int8 layer's inputs are scaled by; null: each row's own
   int64_t num_outputs;
 };
 

@@ -8,7 +8,8 @@ at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& packed, const at::
                        const std::optional<at::Tensor>& bias,
                        const std::optional<at::Tensor>& negative_slope, int64_t num_outputs,
                        int64_t activation_bits) {
-  const LayerTensors layer{&packed, &scale, given(bias), given(negative_slope), num_outputs};
+  const LayerTensors layer{&packed, &scale, given(bias), given(negative_slope), nullptr,
+                           num_outputs};
   return run_layers("linear_int8", x, layer, activation_bits);
 }
 
