@@ -30,11 +30,14 @@ class Layers(nn.Module):
         levels, scale = quantize_linear_weight(torch.randn(7, 20, generator=generator))
         self.register_buffer("levels", levels)
         self.register_buffer("levels_scale", scale)
+        self.register_buffer("next", pack_linear_int8(levels))
+        self.register_buffer("peak", torch.full((1,), 6.0))
+        self.register_buffer("next_scale", scale.clone())
         self.register_buffer("narrow", pack_linear_fp32(torch.randn(3, 7, generator=generator)))
         self.register_buffer("narrow_bias", torch.randn(3, generator=generator))
         self.register_buffer("handle", torch.zeros(1, dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         one = torch.ops.rankopt.linear_int8(
             x, self.packed, self.scale, self.bias, self.slope, 20, 7
         )
@@ -43,7 +46,17 @@ class Layers(nn.Module):
             one, self.levels, self.levels_scale, None, self.handle
         )
         four = torch.ops.rankopt.linear_fp32(three, self.narrow, self.narrow_bias, None, 3)
-        return one, two, three, four
+        five = torch.ops.rankopt.mlp_int8(
+            x,
+            [self.packed, self.next, self.narrow],
+            [self.scale, self.next_scale, None],
+            [None, None, self.narrow_bias],
+            [self.slope, None, None],
+            [None, self.peak, None],
+            [20, 7, 3],
+            7,
+        )
+        return one, two, three, four, five
 
 
 @pytest.mark.parametrize("c_shims", [False, True])

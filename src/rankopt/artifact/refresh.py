@@ -123,6 +123,12 @@ def _rebuild(
         raise ArtifactError(
             f"{source / PASSES}: its records ({kinds}) are not of its recipe. {AGAIN}"
         )
+    for step, record in zip(recipe.passes, records, strict=True):
+        if record.kept and step.needs_rows:
+            raise ArtifactError(
+                f"{source / PASSES}: {step.kind} was calibrated on rows with the old weights, and "
+                f"new ones need rows again. {AGAIN}"
+            )
     load_operators(manifest.operators)
     load_kernels()
     progress("reading the weights")

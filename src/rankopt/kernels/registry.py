@@ -32,6 +32,8 @@ from rankopt.kernels.lookup_cases import (
     lookup_arguments,
     sequence_arguments,
 )
+from rankopt.kernels.mlp import mlp_reference
+from rankopt.kernels.mlp_cases import MLP_CASES, MlpCase, mlp_arguments
 from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
     LINEAR_CASES,
@@ -47,7 +49,7 @@ from rankopt.kernels.parity import (
 )
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase | LookupCase | InteractionCase | AttentionCase
+Case = LinearCase | RecurrentCase | LookupCase | InteractionCase | AttentionCase | MlpCase
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,14 @@ KERNELS: dict[str, Kernel] = {
             reference=reference.linear_fp32,
             cases=LINEAR_FP32_CASES,
             arguments=_linear_fp32_arguments,
+            allowance=None,
+            isas=True,
+        ),
+        Kernel(
+            name="mlp_int8",
+            reference=mlp_reference,
+            cases=MLP_CASES,
+            arguments=mlp_arguments,
             allowance=None,
             isas=True,
         ),

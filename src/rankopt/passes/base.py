@@ -65,6 +65,11 @@ class Pass(BaseModel):
         """List what makes the pass impossible here, without any torch work."""
         return []
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether what the pass does depends on the values of real rows, not on weights alone."""
+        return False
+
     def apply(self, bundle: ModelBundle, context: PassContext) -> ModelBundle:
         """Return a new bundle, or the same object when there was nothing to do."""
         raise TypeError(f"{type(self).__name__} defines no apply()")

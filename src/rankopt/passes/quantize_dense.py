@@ -18,6 +18,8 @@ from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8, quantize
 from rankopt.models.card import ModelCard
 from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
+from rankopt.passes.calibration import MIN_PEAK, InputRange, calibrate
+from rankopt.passes.dense_chains import fuse_chains
 from rankopt.passes.graph import (
     LayerConstants,
     Linear,
@@ -38,12 +40,14 @@ class QuantizeDense(Pass):
     """Run linear layers on int8 weights.
 
     Activations are quantised row by row, never by one scale for the batch, so a row's score does
-    not depend on its neighbours. Layers that are too small to gain stay in fp32, in a kernel whose
-    sums do not depend on the batch either.
+    not depend on its neighbours; or, static, by a scale that tuning rows fixed for the layer, which
+    lets one layer hand int8 to the next and cuts off what lies beyond. Layers that are too small to
+    gain stay in fp32, in a kernel whose sums do not depend on the batch either.
 
     `native` is rankopt's own kernel: scaling, bias and ReLU/PReLU in one call, weights stored as
-    the kernel reads them. `fbgemm` goes through torch's fbgemm with weights packed when the
-    artifact is loaded. `torchao` applies one of its configurations and unwraps it before export.
+    the kernel reads them; layers that follow one another become one call. `fbgemm` goes through
+    torch's fbgemm with weights packed when the artifact is loaded. `torchao` applies one of its
+    configurations and unwraps it before export.
 
     Example:
         ```yaml
@@ -64,9 +68,15 @@ class QuantizeDense(Pass):
     """Which of torchao's configurations; read by that backend alone."""
     activation_bits: Literal["auto", 7, 8] = "auto"
     """8 where the kernels use AVX-512 VNNI, which cannot saturate, else 7."""
+    activations: Literal["dynamic", "static"] = "dynamic"
+    """`static` (`native` alone): one scale per layer, from tuning rows, in place of one per row."""
+    quantile: float = Field(default=1.0, gt=0, le=1)
+    """Of the rows' largest inputs, what a static scale must reach; 1 is the largest of all."""
     min_inputs: int = Field(default=16, ge=1)
     min_outputs: int = Field(default=1, ge=1)
     """Narrower layers stay in fp32."""
+    fuse: bool = True
+    """Run layers that follow one another as one call; `native` alone can. No score changes."""
     rules: tuple[Rule[bool], ...] = ()
     """`use: false` keeps a layer in fp32."""
     scheme: str | None = None
@@ -77,7 +87,21 @@ class QuantizeDense(Pass):
         problems = scheme_problems(self.scheme, "layers")
         if self.backend == "torchao":
             problems += dense_torchao.check(self.torchao, environment)
+        if self.activations == "static" and self.backend != "native":
+            problems.append(
+                Problem(
+                    "quantize_dense.activations",
+                    "only the backend native can fix the scale of activations",
+                    f"static with {self.backend}",
+                    hint="Leave activations dynamic, or take backend native.",
+                )
+            )
         return problems
+
+    @property
+    def needs_rows(self) -> bool:
+        """Static activations are calibrated on rows."""
+        return self.activations == "static"
 
     def resolved(self) -> QuantizeDense:
         """Return the pass with its scheme written out."""
@@ -107,9 +131,16 @@ class QuantizeDense(Pass):
                 changed.extend(dense_torchao.replace(module, chosen, self.torchao, context))
                 return
             store = LayerConstants(module)
+            peaks: dict[str, float] = {}
+            if chosen and self.activations == "static":
+                rows = [bundle.sample[name] for name in bundle.card.tensor_names]
+                ranges = calibrate(module, rows, chosen, self.quantile)
+                peaks = _fixed_peaks(ranges, self.quantile, context)
+                if not peaks:
+                    return
             for linear in chosen:
                 if self.backend == "native":
-                    _replace_native(module, linear, bits, store)
+                    _replace_native(module, linear, bits, store, peaks.get(linear.layer))
                 else:
                     _replace_fbgemm(module, linear, store)
                 changed.append(linear.layer)
@@ -117,6 +148,8 @@ class QuantizeDense(Pass):
             # A second copy of an embedding table would cost more than a stable order of sums.
             for linear in (linear for linear in rest if not linear.tied):
                 _replace_fp32(module, linear, store)
+            if self.fuse:
+                fuse_chains(module)
 
         quantised = bundle.edit(rewrite, provided=bundle.provided | self.provides)
         return quantised if changed else bundle
@@ -152,20 +185,52 @@ class QuantizeDense(Pass):
         return chosen
 
 
-def _replace_native(module: GraphModule, linear: Linear, bits: int, store: LayerConstants) -> None:
-    """Put `rankopt::linear_int8` in a linear's place, its activation in the epilogue."""
+def _fixed_peaks(
+    ranges: dict[str, InputRange], quantile: float, context: PassContext
+) -> dict[str, float]:
+    """Return the peaks of the layers that can have one; note what was seen of every layer."""
+    peaks = {}
+    for layer, found in ranges.items():
+        if found.num_rows == 0:
+            context.note(f"{layer}: there are no rows to calibrate its activations on")
+        elif found.peak < MIN_PEAK:
+            context.note(
+                f"{layer}: its inputs were zero or not finite in the {found.num_rows} rows to "
+                "calibrate on, so each row keeps its own scale"
+            )
+        else:
+            peaks[layer] = found.peak
+            context.note(
+                f"{layer}: static scale up to {found.peak:.4g}, quantile {quantile:g} of "
+                f"{found.num_rows} rows; {found.saturated:.2%} of the values saturate"
+            )
+    return peaks
+
+
+def _replace_native(
+    module: GraphModule, linear: Linear, bits: int, store: LayerConstants, peak: float | None
+) -> None:
+    """Put `rankopt::linear_int8` in a linear's place, its activation in the epilogue.
+
+    With a fixed peak a chain of one layer, which takes one.
+    """
     graph = module.graph
     with graph.inserting_before(linear.node):
-        inputs: tuple[Any, ...] = (
-            arguments(linear.node)[0],
+        x = arguments(linear.node)[0]
+        layer: tuple[Any, ...] = (
             store.node(linear, "packed", lambda: pack_linear_int8(_quantised(linear)[0])),
             store.node(linear, "scale", lambda: _quantised(linear)[1]),
             arguments(linear.node)[2] if linear.bias is not None else None,
             _slope_node(module, linear, store),
-            linear.weight.shape[0],
-            bits,
         )
-        new = graph.call_function(torch.ops.rankopt.linear_int8.default, inputs)
+        outputs = linear.weight.shape[0]
+        if peak is None:
+            inputs = (x, *layer, outputs, bits)
+            new = graph.call_function(torch.ops.rankopt.linear_int8.default, inputs)
+        else:
+            fixed = store.node(linear, "peak", lambda: torch.tensor([peak]))
+            columns = [[value] for value in (*layer, fixed, outputs)]
+            new = graph.call_function(torch.ops.rankopt.mlp_int8.default, (x, *columns, bits))
     replace_linear(linear.last, new)
 
 

@@ -12,15 +12,22 @@
 
 namespace rankopt {
 
-inline const float* float_vector(const char* op, const std::optional<at::Tensor>& tensor,
-                                 const char* name, int64_t num_outputs, bool one_allowed) {
-  if (!tensor.has_value() || !tensor->defined()) return nullptr;
+// Null where there is no tensor.
+inline const float* float_vector(const char* op, const at::Tensor* tensor, const char* name,
+                                 int64_t num_outputs, bool one_allowed) {
+  if (tensor == nullptr) return nullptr;
   TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous(), op, ": ", name,
               " must be contiguous float32; got ", tensor->scalar_type());
   TORCH_CHECK(tensor->numel() == num_outputs || (one_allowed && tensor->numel() == 1), op, ": ",
               name, " must hold ", num_outputs, one_allowed ? " values or one" : " values",
               "; got ", tensor->numel());
   return tensor->const_data_ptr<float>();
+}
+
+inline const float* float_vector(const char* op, const std::optional<at::Tensor>& tensor,
+                                 const char* name, int64_t num_outputs, bool one_allowed) {
+  const bool is_given = tensor.has_value() && tensor->defined();
+  return float_vector(op, is_given ? &*tensor : nullptr, name, num_outputs, one_allowed);
 }
 
 struct Range {

@@ -15,6 +15,9 @@
 //   y     = float(exact) * (row_scale * scale[n]) + bias[n];  y < 0 ? y * slope[n] : y
 // A row whose peak is below 2^-100 counts as zero (Q / peak would overflow), one that holds NaN or
 // infinity gets row_scale NaN and so NaN outputs.
+//
+// A layer may have a fixed peak instead (static activations). Then x * inverse is clamped to [-Q, Q]
+// before it is rounded, and the layer before may write these levels itself, in its epilogue.
 #pragma once
 
 #include <cstdint>
@@ -66,12 +69,27 @@ struct GemmBlock {
   bool slope_per_output;
   float* out;  // first row, output 0
   int64_t out_stride;
+  // For a next layer with a fixed peak: the levels it reads are written in place of `out`, over the
+  // padding up to a whole tile too.
+  uint8_t* levels;  // first row, output 0, or null
+  int64_t levels_stride;
+  float levels_inverse;
+  int activation_bits;  // of the levels
+  float* next_scales;   // [num_rows]; becomes NaN for a row that holds NaN or infinity
 };
+
+// Threads that share a row's outputs may both find something there.
+inline void spoil_row(const GemmBlock& block, int64_t row) {
+  const float nan = __builtin_nanf("");
+  __atomic_store(block.next_scales + row, &nan, __ATOMIC_RELAXED);
+}
 
 // One implementation. `quantize` writes at least ceil(K / 4) * 4 bytes (what lies past K meets zero
 // weights), at most ceil(K / 8) * 8, and returns the row's scale.
 struct LinearInt8 {
   float (*quantize)(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out);
+  float (*quantize_fixed)(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
+                          uint8_t* out);
   void (*gemm7)(const GemmBlock&);
   void (*gemm8)(const GemmBlock&);
 };

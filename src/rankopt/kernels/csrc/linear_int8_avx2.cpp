@@ -122,10 +122,25 @@ float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t*
   return row.scale;
 }
 
+float quantize_fixed(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
+                     uint8_t* out) {
+  const __m256 inverse = _mm256_set1_ps(fixed.inverse);
+  const float largest = levels_of(activation_bits);
+  const int zero_point = 1 << zero_shift_of(activation_bits);
+  bool spoiled = false;
+  for (int64_t k = 0; k < num_inputs; k += 8) {
+    const __m256 values = Avx2::load(x + k, num_inputs - k);
+    spoiled |= Avx2::any_not_finite(values);
+    Avx2::store_levels(out + k, _mm256_mul_ps(values, inverse), largest, zero_point);
+  }
+  return spoiled ? __builtin_nanf("") : fixed.scale;
+}
+
 }  // namespace
 
 const LinearInt8& linear_int8_avx2() {
-  static const LinearInt8 kernels{quantize, multiply<Avx2Bits7>, multiply<Avx2Bits8>};
+  static const LinearInt8 kernels{quantize, quantize_fixed, multiply<Avx2Bits7>,
+                                  multiply<Avx2Bits8>};
   return kernels;
 }
 

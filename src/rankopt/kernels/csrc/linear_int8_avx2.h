@@ -29,6 +29,22 @@ struct Avx2 {
     else
       _mm256_maskstore_ps(p, lanes_below(valid), y);
   }
+  static bool any_not_finite(Float y) {
+    const Float magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), y);
+    const Float infinity = _mm256_set1_ps(__builtin_inff());
+    return _mm256_movemask_ps(_mm256_cmp_ps(magnitude, infinity, _CMP_NLT_UQ)) != 0;
+  }
+  // Clamped as floats: out of an int's range a conversion would lose the sign.
+  static void store_levels(uint8_t* p, Float scaled, float largest, int zero_point) {
+    const Float most = _mm256_set1_ps(largest);
+    scaled = _mm256_min_ps(_mm256_max_ps(scaled, _mm256_sub_ps(_mm256_setzero_ps(), most)), most);
+    const Int levels = _mm256_cvtps_epi32(scaled);
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(levels), _mm256_extracti128_si256(levels, 1));
+    const __m128i bytes = _mm_add_epi8(_mm_packs_epi16(words, words),
+                                       _mm_set1_epi8(static_cast<char>(zero_point)));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes);
+  }
   static Int load_bytes(const int8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }

@@ -108,10 +108,30 @@ float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t*
   return row.scale;
 }
 
+float quantize_fixed(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
+                     uint8_t* out) {
+  const __m512 inverse = _mm512_set1_ps(fixed.inverse);
+  const float largest = levels_of(activation_bits);
+  const int zero_point = 1 << zero_shift_of(activation_bits);
+  bool spoiled = false;
+  for (int64_t k = 0; k < num_inputs; k += 16) {
+    const int64_t rest = num_inputs - k;
+    const __m512 values = Avx512::load(x + k, rest);
+    spoiled |= Avx512::any_not_finite(values);
+    const __m128i levels = Avx512::to_levels(_mm512_mul_ps(values, inverse), largest, zero_point);
+    if (rest >= 16)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), levels);
+    else
+      _mm_mask_storeu_epi8(out + k, Avx512::lanes_below(divide_up(rest, 4) * 4), levels);
+  }
+  return spoiled ? __builtin_nanf("") : fixed.scale;
+}
+
 }  // namespace
 
 const LinearInt8& linear_int8_avx512() {
-  static const LinearInt8 kernels{quantize, multiply<Avx512Bits7>, multiply<Avx512Bits8>};
+  static const LinearInt8 kernels{quantize, quantize_fixed, multiply<Avx512Bits7>,
+                                  multiply<Avx512Bits8>};
   return kernels;
 }
 

@@ -27,6 +27,20 @@ struct Avx512 {
     else
       _mm512_mask_storeu_ps(p, lanes_below(valid), y);
   }
+  static bool any_not_finite(Float y) {
+    const Float infinity = _mm512_set1_ps(__builtin_inff());
+    return _mm512_cmp_ps_mask(_mm512_abs_ps(y), infinity, _CMP_NLT_UQ) != 0;
+  }
+  // Clamped as floats: out of an int's range a conversion would lose the sign.
+  static __m128i to_levels(Float scaled, float largest, int zero_point) {
+    const Float most = _mm512_set1_ps(largest);
+    scaled = _mm512_min_ps(_mm512_max_ps(scaled, _mm512_sub_ps(_mm512_setzero_ps(), most)), most);
+    return _mm_add_epi8(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled)),
+                        _mm_set1_epi8(static_cast<char>(zero_point)));
+  }
+  static void store_levels(uint8_t* p, Float scaled, float largest, int zero_point) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_levels(scaled, largest, zero_point));
+  }
   static Int load_bytes(const int8_t* p) { return _mm512_loadu_si512(p); }
   static Int load_four(const uint8_t* p) {
     int32_t four;

@@ -37,7 +37,8 @@ struct Avx512Vnni : Avx512 {
 }  // namespace
 
 const LinearInt8& linear_int8_avx512_vnni() {
-  static const LinearInt8 kernels{linear_int8_avx512().quantize, multiply<Avx512Vnni<6>>,
+  static const LinearInt8 kernels{linear_int8_avx512().quantize,
+                                  linear_int8_avx512().quantize_fixed, multiply<Avx512Vnni<6>>,
                                   multiply<Avx512Vnni<7>>};
   return kernels;
 }

@@ -28,17 +28,45 @@ float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t*
   return row.scale;
 }
 
+uint8_t to_level(float scaled, int activation_bits) {
+  const float most = levels_of(activation_bits);
+  const float clamped = std::fmin(std::fmax(scaled, -most), most);
+  const int zero_point = 1 << zero_shift_of(activation_bits);
+  return static_cast<uint8_t>(static_cast<int>(std::nearbyint(clamped)) + zero_point);
+}
+
+float quantize_fixed(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
+                     uint8_t* out) {
+  bool spoiled = false;
+  for (int64_t k = 0; k < divide_up(num_inputs, kTileInputs) * kTileInputs; ++k) {
+    const float value = k < num_inputs ? x[k] : 0.0f;
+    spoiled = spoiled || !std::isfinite(value);
+    out[k] = to_level(value * fixed.inverse, activation_bits);
+  }
+  return spoiled ? __builtin_nanf("") : fixed.scale;
+}
+
 void finish(const GemmBlock& block, int64_t row, int64_t tile, const int32_t* sums, int shift) {
   for (int64_t lane = 0; lane < kTileOutputs; ++lane) {
     const int64_t n = tile * kTileOutputs + lane;
-    if (n >= block.num_outputs) return;
+    if (n >= block.num_outputs) {
+      if (block.levels == nullptr) return;
+      block.levels[row * block.levels_stride + n] = to_level(0.0f, block.activation_bits);
+      continue;
+    }
     int32_t column_sum;
     std::memcpy(&column_sum, block.column_sum + n * 4, sizeof(column_sum));
     const int32_t exact = sums[lane] - column_sum * (1 << shift);
     float y = static_cast<float>(exact) * (block.row_scales[row] * block.scale[n]);
     if (block.bias != nullptr) y = y + block.bias[n];
     if (block.slope != nullptr && !(y >= 0.0f)) y = y * block.slope[block.slope_per_output ? n : 0];
-    block.out[row * block.out_stride + n] = y;
+    if (block.levels == nullptr) {
+      block.out[row * block.out_stride + n] = y;
+      continue;
+    }
+    block.levels[row * block.levels_stride + n] =
+        to_level(y * block.levels_inverse, block.activation_bits);
+    if (!std::isfinite(y)) spoil_row(block, row);
   }
 }
 
@@ -62,7 +90,7 @@ void gemm(const GemmBlock& block) {
 }  // namespace
 
 const LinearInt8& linear_int8_scalar() {
-  static const LinearInt8 kernels{quantize, gemm<6>, gemm<7>};
+  static const LinearInt8 kernels{quantize, quantize_fixed, gemm<6>, gemm<7>};
   return kernels;
 }
 

@@ -49,7 +49,14 @@ inline void multiply_block(const GemmBlock& block, int64_t row, int64_t tile) {
       typename P::Float y = P::multiply(P::to_float(P::subtract(sums[r][v], correction)), factor);
       if (block.bias) y = P::add(y, bias);
       if (block.slope) y = P::scale_negative(y, slope);
-      P::store(block.out + (row + r) * block.out_stride + n, y, valid);
+      if (block.levels) {
+        P::store_levels(block.levels + (row + r) * block.levels_stride + n,
+                        P::multiply(y, P::broadcast(block.levels_inverse)),
+                        levels_of(block.activation_bits), 1 << zero_shift_of(block.activation_bits));
+        if (P::any_not_finite(y)) spoil_row(block, row + r);
+      } else {
+        P::store(block.out + (row + r) * block.out_stride + n, y, valid);
+      }
     }
   }
 }
