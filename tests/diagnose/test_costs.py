@@ -9,6 +9,7 @@ from torch import Tensor
 from rankopt.diagnose.costs import cost_of, describe_shapes, part_of
 from rankopt.diagnose.profile import Notes, Site
 from rankopt.diagnose.roofline import Limits
+from rankopt.diagnose.rows_read import rows_read
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -116,3 +117,26 @@ def test_the_nearest_limit_bounds_unless_it_explains_little() -> None:
     assert Limits(20.0, 60.0, "int8").bound(100.0) == "bytes"
     assert Limits(20.0, 10.0, "int8").bound(100.0) == "overhead"
     assert Limits(None, 50.0, None).bound(100.0) == "bytes"
+
+
+def test_rows_of_a_planned_lookup() -> None:
+    store = torch.zeros(1_000, dtype=torch.uint8)
+    plan = torch.tensor(
+        [
+            # mode, start, rows, values, int8, out, source, column, length, offsets, weights
+            [0, 100, 10, 8, 2, 0, 0, 1, 2, -1, -1],
+            [1, 400, 5, 4, 1, 8, 1, 0, 0, 2, -1],
+            [2, 0, 0, 4, 0, 12, 3, 0, 0, -1, -1],
+        ]
+    )
+    ids = torch.tensor([[0, 1, 2], [3, 4, 99]])
+    values, offsets, piece = torch.tensor([4, 0, 1]), torch.tensor([0, 2, 3]), torch.zeros(2, 4)
+    given = [store, plan, ids, values, offsets, piece]
+    read = rows_read(Site("lookup_rows"), Notes(arguments=given))
+    assert read is not None
+    # Rows of 8 bytes with scale and bias; id 99 has no row. Then rows of four fp16 values.
+    assert read.offsets.tolist() == [100 + 12, 100 + 24, 100 + 48, 432, 400, 408]
+    assert read.row_bytes.tolist() == [12, 12, 12, 8, 8, 8]
+    packed = [store, plan[:1], ids.float().to("meta")]
+    assert rows_read(Site("lookup_rows"), Notes(arguments=packed)) is None
+    assert rows_read(Site("other_lookup"), Notes(arguments=given)) is None

@@ -103,30 +103,31 @@ def look_into(
 def _ask(request: Request, folder: Path, progress: Callable[[str], None]) -> Found:
     asked, answer = folder / "request.json", folder / "found.json"
     asked.write_text(request.model_dump_json(), encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "rankopt.diagnose.worker", str(asked), str(answer)],
-        env={
-            **os.environ,
-            **worker_environment(request.num_threads, None),
-            "PYTHONPATH": driver_import_path(),
-        },
+    command = [sys.executable, "-P", "-m", "rankopt.diagnose.worker", str(asked), str(answer)]
+    variables = {
+        **os.environ,
+        **worker_environment(request.num_threads, None),
+        "PYTHONPATH": driver_import_path(),
+    }
+    said: list[str] = []
+    with subprocess.Popen(
+        command,
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    said: list[str] = []
-    try:
-        for line in process.stderr or ():
-            if line.startswith(PROGRESS):
-                progress(line.removeprefix(PROGRESS).rstrip())
-            else:
-                said.append(line.rstrip())
-        code = process.wait()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
+    ) as process:
+        try:
+            for line in process.stderr or ():
+                if line.startswith(PROGRESS):
+                    progress(line.removeprefix(PROGRESS).rstrip())
+                else:
+                    said.append(line.rstrip())
+        except BaseException:
+            process.kill()
+            raise
+    code = process.returncode
     if code == EXIT_USAGE:
         raise ArtifactError("\n".join(said))
     if code or not answer.is_file():

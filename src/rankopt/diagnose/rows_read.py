@@ -77,8 +77,40 @@ def _embedding(given: Sequence[Tensor]) -> RowsRead | None:
     return RowsRead(storage, ids * size, torch.full_like(ids, size))
 
 
+def _planned(given: Sequence[Tensor]) -> RowsRead | None:
+    """Read a call that a plan describes: bytes of all tables, the plan, then the ids.
+
+    A row of the plan is mode, first byte of the table, its rows, its values a row, its type, first
+    column of the result, which input holds the ids, first column of them in it, ids a row (0: as
+    offsets say), which input holds offsets, which weights.
+    """
+    storage, plan, inputs = given[0], given[1], given[2:]
+    places, sizes = [], []
+    for mode, start, num_rows, dim, code, _, source, column, length, offsets, _ in plan.tolist():
+        if mode == _COPY:
+            continue
+        ids = inputs[source]
+        if ids.is_meta:  # ids in a packed matrix of floats, which is not kept
+            return None
+        if offsets < 0 and ids.dim() > 1:
+            ids = ids[:, column : column + length]
+        ids = ids.reshape(-1).long()
+        ids = ids[(ids >= 0) & (ids < num_rows)]
+        size = row_bytes(dim, DTYPES[code])
+        places.append(start + ids * size)
+        sizes.append(torch.full_like(ids, size))
+    if not places:
+        return None
+    return RowsRead(storage.view(torch.uint8), torch.cat(places), torch.cat(sizes))
+
+
+_COPY = 2
+"""A row of a plan that copies a piece beside the rows."""
+
 READERS: dict[str, Callable[[Sequence[Tensor]], RowsRead | None]] = {
     "int_nbit_split_embedding_codegen_lookup_function": _table_batched,
+    "lookup_rows": _planned,
+    "lookup_sequences": _planned,
     "embedding": _embedding,
     "embedding_bag": _embedding,
     "_embedding_bag": _embedding,

@@ -138,7 +138,16 @@ class OperatorRow(_Frozen):
 
 
 class PartRow(_Frozen):
-    """The operators of one part together."""
+    """The operators of one part together.
+
+    Attributes:
+        time: median of their sum in each call. Of `dense`, what counts as `quantise` is left out.
+        share: of the whole call's median.
+        operations_per_s: over the operators' full times: a dense layer is held to its peak with
+            the quantising that it needs.
+        of_operations_peak: time of the operations at the peak of their arithmetic over time taken.
+        of_bytes_peak: the same of bytes, at the reading rate; of lookups, at the gathering rate.
+    """
 
     part: Part
     time: Timing
