@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from rankopt.diagnose.costs import cost_of, describe_shapes, part_of
 from rankopt.diagnose.profile import Notes, Site
 from rankopt.diagnose.roofline import Limits
 from rankopt.diagnose.rows_read import rows_read
+from rankopt.diagnose.worker import sequence_lengths
+from rankopt.models.card import ModelCard
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,7 +52,6 @@ TABLE, IDS = made(100, 8), made(4, dtype=torch.int64)
         ("aten::softmax", notes([ROW], [ROW]), "attention"),
         ("aten::cat", notes([ROW], [ROW]), "other compiled code"),
         ("aten::silu", notes([SEQUENCE], [SEQUENCE]), "attention"),
-        ("aten::silu", notes([made(4, 51, 16)], []), "attention"),
         ("aten::silu", notes([made(4, 49, 16)], []), "other compiled code"),
         # Fifty values of a row are not a history of fifty steps.
         ("aten::silu", notes([made(4, 50)], [made(4, 50)]), "other compiled code"),
@@ -68,6 +71,26 @@ def test_a_fused_loop_counts_as_the_first_of_its_kinds() -> None:
     assert part_of(Site("cpp_fused_add_1", generated=True), notes([ROW], [ROW]), ()) == (
         "other compiled code"
     )
+
+
+def test_a_history_is_as_long_as_its_list_and_the_ids_appended_to_it() -> None:
+    def card(*inputs: dict[str, Any]) -> ModelCard:
+        return ModelCard.model_validate(
+            {"name": "x", "factory": "a:b", "inputs": inputs, "outputs": [{"label": "y"}]}
+        )
+
+    history = {
+        "name": "history", "kind": "ragged_ids", "column": "h", "num_ids": 9, "max_length": 25,
+    }  # fmt: skip
+    single = {"name": "context", "kind": "ids", "columns": ["a", "b"], "num_ids": 9}
+    # Two ids and one learned step may stand beside the list.
+    assert sequence_lengths(card(history, single)) == {25, 26, 27, 28}
+    assert sequence_lengths(card({**history, "max_length": 6}, single)) == set()
+    assert sequence_lengths(card(single)) == set()
+    # Nine ids and a bag: an axis of 10 or 11 is what an interaction works on.
+    nine = {**single, "columns": list("abcdefghi")}
+    lengths = sequence_lengths(card({**history, "max_length": 8}, nine))
+    assert lengths == {8, 9, *range(12, 19)}
 
 
 def test_products_are_counted() -> None:

@@ -49,7 +49,7 @@ class Subject:
         kind: a compiled artifact, or the card's eager module.
         run: the model as it is served.
         profile: the same with clocks.
-        sequence_lengths: longest lists of its inputs.
+        sequence_lengths: how long an axis may be that is a history.
     """
 
     model: str

@@ -65,8 +65,8 @@ def part_of(site: Site, notes: Notes, sequence_lengths: Collection[int]) -> Part
     Args:
         site: the operator.
         notes: what it was called with.
-        sequence_lengths: the longest lists of the model's inputs: an axis of such a size between
-            the first and the last is a history.
+        sequence_lengths: how long histories are: an axis of such a size between the first and the
+            last is one.
     """
     if site.generated:
         return _part_of_loop(site, notes, sequence_lengths)
@@ -102,9 +102,7 @@ def _is_table(constant: Tensor) -> bool:
 
 def _along_a_history(notes: Notes, lengths: Collection[int]) -> bool:
     held = [*notes.inputs, *notes.outputs]
-    # A target may stand behind the history, as one more step.
-    steps = {*lengths, *(length + 1 for length in lengths)}
-    return any(t.dim() >= 3 and any(size in steps for size in t.shape[1:-1]) for t in held)
+    return any(t.dim() >= 3 and any(size in lengths for size in t.shape[1:-1]) for t in held)
 
 
 def cost_of(site: Site, notes: Notes, part: Part, row_bytes_read: int | None) -> Cost:

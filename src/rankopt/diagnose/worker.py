@@ -25,6 +25,10 @@ PROGRESS = "progress: "
 """What a line of stderr begins with that is meant for a person."""
 
 
+MIN_HISTORY = 8
+"""Inputs whose lists are shorter count as bags."""
+
+
 class Request(BaseModel):
     """What the process is asked for; either an artifact or a card."""
 
@@ -112,16 +116,26 @@ def _eager(request: Request) -> Subject:
 
 
 def sequence_lengths(card: ModelCard) -> frozenset[int]:
-    """Return the longest lists that a card's inputs may hold."""
-    from rankopt.models.card import KjtInput, RaggedIdsInput
+    """Return how long an axis may be that is a history.
 
-    found: set[int] = set()
+    A list may have single ids appended as further steps: context and target. An axis as long as
+    there are features, with or without one for the dense ones, is no history but what a dot
+    interaction works on, and short lists are bags.
+    """
+    from rankopt.models.card import IdsInput, KjtInput, RaggedIdsInput
+
+    num_ids = sum(len(item.columns) for item in card.inputs if isinstance(item, IdsInput))
+    num_features, longest = num_ids, []
     for item in card.inputs:
         if isinstance(item, RaggedIdsInput):
-            found.add(item.max_length)
+            num_features += 1
+            longest.append(item.max_length)
         elif isinstance(item, KjtInput):
-            found |= {feature.max_length for feature in item.features if feature.max_length}
-    return frozenset(length for length in found if length > 1)
+            num_features += len(item.features)
+            longest += [feature.max_length or 0 for feature in item.features]
+    histories = [length for length in longest if length >= MIN_HISTORY]
+    found = {size for length in histories for size in range(length, length + num_ids + 2)}
+    return frozenset(found - {num_features, num_features + 1})
 
 
 def _check_twin(request: Request, subject: Subject, features: dict[str, Tensor]) -> None:
