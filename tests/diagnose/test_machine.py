@@ -48,10 +48,11 @@ def test_peaks_are_positive_and_in_order(small: Path) -> None:
 def test_every_instruction_set_has_its_loops(isa: str) -> None:
     ops.set_isa(isa)
     run = torch.ops.rankopt
-    assert run.peak_compute("fp32", 10_000) > 1e8
-    assert run.peak_compute("int8", 10_000) > 1e8
-    bytes_per_s = run.peak_read(torch.ones(100_003, dtype=torch.uint8), 3)
-    assert bytes_per_s > 1e7
+    # The best of some: each is so short that other work on the machine may hit it whole.
+    for kind in ("fp32", "int8"):
+        assert max(run.peak_compute(kind, 10_000) for _ in range(20)) > 1e8
+    buffer = torch.ones(100_003, dtype=torch.uint8)
+    assert max(run.peak_read(buffer, 3) for _ in range(20)) > 1e8
     storage = torch.ones(1_000, dtype=torch.uint8)
     for size in (0, 1, 3, 4, 31, 64, 65, 127, 130):
         offsets = torch.tensor([0, 1000 - size, 17, 17])
