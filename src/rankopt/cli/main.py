@@ -53,6 +53,7 @@ VERBS = (
     Verb("run", "Optimize, compare and review in one go."),
     Verb("verify", "Check an artifact's files and contract in a fresh process."),
     Verb("refresh", "Put new weights into an artifact without compiling again."),
+    Verb("diagnose", "Say where the time of one call goes, and what bounds it."),
     Verb("predict", "Score a file with an artifact."),
 )
 

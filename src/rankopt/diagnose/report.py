@@ -1,0 +1,66 @@
+"""Write a diagnosis: JSON for scripts, Markdown for a ticket, HTML for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from rankopt.diagnose.page import figures, page_of
+from rankopt.diagnose.schema import Diagnosis
+
+
+def write_diagnosis(diagnosis: Diagnosis, out: Path) -> dict[str, Path]:
+    """Write diagnose.json, diagnose.md and diagnose.html into a folder that exists.
+
+    The JSON comes first, so that a result outlives any trouble with drawing it.
+
+    Returns:
+        The path of each file by its suffix.
+    """
+    paths = {suffix: out / f"diagnose.{suffix}" for suffix in ("json", "md", "html")}
+    value = diagnosis.model_dump(mode="json")
+    paths["json"].write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    paths["md"].write_text(to_markdown(diagnosis), encoding="utf-8")
+    paths["html"].write_text(to_html(diagnosis), encoding="utf-8")
+    return paths
+
+
+def to_markdown(diagnosis: Diagnosis) -> str:
+    """Write a diagnosis as Markdown."""
+    environment = _environment(autoescape=False)
+    environment.filters["cell"] = _cell
+    template = environment.get_template("diagnose.md.j2")
+    return template.render(diagnosis=diagnosis, page=page_of(diagnosis)).rstrip() + "\n"
+
+
+def to_html(diagnosis: Diagnosis) -> str:
+    """Write a diagnosis as one page that needs neither network nor other files."""
+    from plotly.offline import get_plotlyjs  # the rest of this module needs none of plotly
+
+    template = _environment(autoescape=True).get_template("diagnose.html.j2")
+    text = template.render(
+        diagnosis=diagnosis,
+        page=page_of(diagnosis),
+        figures=figures(diagnosis),
+        plotly_js=Markup(str(get_plotlyjs())),
+    )
+    return text.rstrip() + "\n"
+
+
+def _environment(*, autoescape: bool) -> jinja2.Environment:
+    # The review's folder: the page is styled and drawn by the same files as a review.
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("rankopt.review", "templates"),
+        autoescape=autoescape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _cell(text: str) -> str:
+    """Write any text as one cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

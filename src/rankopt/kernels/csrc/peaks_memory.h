@@ -1,0 +1,42 @@
+// Reading memory with the vectors of one instruction set. Included inside its target region, in an
+// anonymous namespace; `Vector` loads `kBytes` bytes and folds them into a sum.
+#pragma once
+
+template <class Vector>
+uint64_t read_bytes(const uint8_t* bytes, int64_t size_bytes) {
+  typename Vector::Sum sums[4] = {Vector::zero(), Vector::zero(), Vector::zero(), Vector::zero()};
+  const int64_t step = 4 * Vector::kBytes;
+  int64_t i = 0;
+  for (; i + step <= size_bytes; i += step)
+    for (int64_t s = 0; s < 4; ++s)
+      sums[s] = Vector::add(sums[s], bytes + i + s * Vector::kBytes);
+  uint64_t total = Vector::fold(sums[0]) + Vector::fold(sums[1]) + Vector::fold(sums[2]) +
+                   Vector::fold(sums[3]);
+  for (; i < size_bytes; ++i) total += bytes[i];
+  return total;
+}
+
+template <class Vector>
+uint64_t gather_rows(const uint8_t* base, const int64_t* offsets, const int64_t* row_bytes,
+                     int64_t row_bytes_stride, int64_t num_rows) {
+  typename Vector::Sum sum = Vector::zero();
+  uint64_t total = 0;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    if (row + kGatherAhead < num_rows) {
+      const uint8_t* next = base + offsets[row + kGatherAhead];
+      const int64_t size = row_bytes[(row + kGatherAhead) * row_bytes_stride];
+      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(next + i);
+    }
+    const uint8_t* bytes = base + offsets[row];
+    const int64_t size = row_bytes[row * row_bytes_stride];
+    int64_t i = 0;
+    for (; i + Vector::kBytes <= size; i += Vector::kBytes) sum = Vector::add(sum, bytes + i);
+    for (; i + 4 <= size; i += 4) {
+      uint32_t word;
+      __builtin_memcpy(&word, bytes + i, sizeof(word));
+      total += word;
+    }
+    for (; i < size; ++i) total += bytes[i];
+  }
+  return total + Vector::fold(sum);
+}
