@@ -9,6 +9,7 @@ import yaml
 
 import small
 from bench.peers.fake_peers import install
+from rankopt.kernels.build import cache_dir
 
 QUICK = {
     "num_threads": 1,
@@ -33,7 +34,11 @@ passes:
 @pytest.fixture
 def suite(tmp_path, tmp_path_factory, monkeypatch):
     """Write a suite of the trained small model; return what makes its file."""
+    kernels = cache_dir() / "kernels"
     monkeypatch.setenv("RANKOPT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    if kernels.is_dir():  # compiling them again takes a minute
+        (tmp_path / "cache" / "kernels").symlink_to(kernels)
     install(tmp_path, monkeypatch)
     card = small.trained(tmp_path_factory.getbasetemp()) / "card.yaml"
 

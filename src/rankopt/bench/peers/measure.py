@@ -71,7 +71,7 @@ def measure_model(
         RankoptError: the model itself cannot be read, trained or run in eager PyTorch.
     """
     card = model_card(suite, model)
-    checkpoint = trained_weights(suite, model, card, progress)
+    checkpoint = trained_weights(suite, model, card, progress, detail)
     progress(f"{model.name}: reading the test rows")
     workdir.mkdir(parents=True, exist_ok=True)
     rows = load_rows(card, open_splits(card).test)

@@ -51,4 +51,12 @@ class TorchInt8(Peer):
         quantised = quantization.quantize_dynamic(  # type: ignore[no-untyped-call]
             job.build_module(), spec
         )
+        for module in quantised.modules():
+            if isinstance(module, torch.ao.nn.quantized.EmbeddingBag):
+                # Its kernel refuses a column of a matrix of ids.
+                module.register_forward_pre_hook(_contiguous)
         return EagerModel(job.load_card(), quantised)
+
+
+def _contiguous(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(item.contiguous() if hasattr(item, "contiguous") else item for item in arguments)

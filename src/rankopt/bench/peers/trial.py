@@ -106,8 +106,8 @@ class TrialBench:
 
         def make(folder: Path) -> None:
             trials = self._run(peer, prepared)
-            # What failed may work when it is tried again, so it is not kept.
-            if any(trial.error is not None for trial in trials):
+            # An arm that failed as a whole may work when it is tried again.
+            if all(trial.error is not None for trial in trials):
                 raise _NotKept(trials)
             _write(trials, folder)
 
@@ -209,19 +209,27 @@ def _medians(records: Sequence[BlockRecord], label: str) -> dict[int, float]:
 
 
 def _write(trials: Sequence[Trial], folder: Path) -> None:
-    content = [{str(size): p50 for size, p50 in trial.p50_ns.items()} for trial in trials]
-    (folder / "p50_ns.json").write_text(json.dumps(content), encoding="utf-8")
+    content = [
+        {
+            "setting": trial.setting,
+            "error": trial.error,
+            "p50_ns": {str(size): p50 for size, p50 in trial.p50_ns.items()},
+        }
+        for trial in trials
+    ]
+    (folder / "trials.json").write_text(json.dumps(content), encoding="utf-8")
     for index, trial in enumerate(trials):
         with (folder / f"predictions-{index}.npz").open("wb") as stream:
             np.savez(stream, **trial.predictions)  # type: ignore[arg-type]
 
 
 def _read(folder: Path, prepared: Sequence[tuple[Setting, Path | None]]) -> list[Trial]:
-    p50s = json.loads((folder / "p50_ns.json").read_text(encoding="utf-8"))
     trials = []
-    for index, (setting, files) in enumerate(prepared):
-        with np.load(folder / f"predictions-{index}.npz") as stored:
-            predictions = {name: stored[name] for name in stored.files}
-        p50_ns = {int(size): p50 for size, p50 in p50s[index].items()}
-        trials.append(Trial(setting, files, predictions, p50_ns))
+    stored = json.loads((folder / "trials.json").read_text(encoding="utf-8"))
+    for index, item in enumerate(stored):
+        with np.load(folder / f"predictions-{index}.npz") as arrays:
+            predictions = {name: arrays[name] for name in arrays.files}
+        files = next(files for setting, files in prepared if setting == item["setting"])
+        p50_ns = {int(size): p50 for size, p50 in item["p50_ns"].items()}
+        trials.append(Trial(item["setting"], files, predictions, p50_ns, item["error"]))
     return trials

@@ -26,7 +26,11 @@ def model_card(suite: PeerSuite, model: SuiteModel) -> ModelCard:
 
 
 def trained_weights(
-    suite: PeerSuite, model: SuiteModel, card: ModelCard, progress: Callable[[str], None]
+    suite: PeerSuite,
+    model: SuiteModel,
+    card: ModelCard,
+    progress: Callable[[str], None],
+    detail: Callable[[str], None],
 ) -> Path:
     """Return a model's checkpoint, training it where neither suite nor card names one.
 
@@ -49,7 +53,7 @@ def trained_weights(
         from rankopt.train.loop import train
 
         progress(f"{model.name}: training, since there are no weights yet")
-        train(card, open_splits(card), folder / "training", card.train, progress)
+        train(card, open_splits(card), folder / "training", card.train, detail)
 
     from rankopt.train.loop import CHECKPOINT_NAME
 
