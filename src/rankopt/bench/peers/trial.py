@@ -32,6 +32,9 @@ from rankopt.models.card import ModelCard
 
 Progress = Callable[[str], None]
 
+FORMAT = 2
+"""Raise it when what is kept of trials changes."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -97,6 +100,7 @@ class TrialBench:
         self, peer: Peer, prepared: Sequence[tuple[Setting, Path | None]]
     ) -> list[Trial]:
         key = {
+            "format": FORMAT,
             "settings": [[s, files_identity(peer, self.job, s)] for s, _ in prepared],
             "rows": hash_path(self.rows_file),
             "plan": self.plan.model_dump(mode="json"),
