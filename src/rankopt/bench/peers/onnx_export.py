@@ -40,8 +40,12 @@ class GatheredBags(nn.Module):
         self.include_last_offset = bag.include_last_offset
 
     def forward(
-        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
     ) -> Tensor:
+        ids = input  # torchrec passes it by EmbeddingBag's own name
         if ids.dim() == 2 and ids.shape[1] == 1 and self.padding_id is None:
             rows = F.embedding(ids[:, 0], self.weight)
             return rows if per_sample_weights is None else rows * per_sample_weights
