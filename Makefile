@@ -5,6 +5,8 @@
 #   make results   serve-int8 on every reference model, for README's table (half an hour, quiet machine)
 #   make compat    the third-party models through one recipe, for docs/compatibility.md (90 minutes)
 #   make sanitize  the kernels' parity grid under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make peers     the other engines that `rankopt bench` times, into .venv
+#   make bench     the peer suite, for the tables of README and docs/peers.md (an hour, quiet machine)
 #   make lint      ruff and mypy
 #   make format    ruff, writing
 #   make lock      hashes of every pin in locks/*.in, after one was changed
@@ -25,7 +27,7 @@ DEMO_RECIPE ?= recipes/launch-int8.yaml
 DEMO_OUT ?= runs/demo
 COVERAGE ?= 85
 
-.PHONY: help setup demo test results compat sanitize lint format lock doctor clean
+.PHONY: help setup demo test results compat sanitize peers bench lint format lock doctor clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +55,14 @@ compat: $(INSTALLED)
 
 sanitize: $(INSTALLED)
 	@$(BIN)/python scripts/sanitize.py $(ARGS)
+
+# They change nothing of what is installed: their versions are pinned beside the other locks.
+peers: $(INSTALLED)
+	@$(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps \
+	    --require-hashes -r locks/peers.txt
+
+bench: $(INSTALLED)
+	@$(BIN)/python scripts/peers.py measure
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

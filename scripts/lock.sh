@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 UV="${UV:-.venv/bin/uv}"
-for name in cpu cuda dev; do
+for name in cpu cuda dev peers; do
     # --no-deps: torchrec asks for fbgemm-gpu, the CUDA wheel, which breaks a CPU machine.
     "$UV" pip compile "locks/$name.in" \
         --output-file "locks/$name.txt" \

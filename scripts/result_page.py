@@ -11,8 +11,6 @@ from typing import Any
 
 from rankopt.environment import collect_environment
 
-START, END = "<!-- results:start -->", "<!-- results:end -->"
-
 
 @dataclass(frozen=True)
 class ResultPage:
@@ -24,6 +22,7 @@ class ResultPage:
         command: what makes the result.
         table: writes the result's content as Markdown.
         script: what writes the table again, for the message.
+        marker: the table stands between `<!-- MARKER:start -->` and `<!-- MARKER:end -->`.
     """
 
     result: Path
@@ -31,6 +30,7 @@ class ResultPage:
     command: str
     table: Callable[[dict[str, Any]], str]
     script: str
+    marker: str = "results"
 
     def read(self) -> dict[str, Any]:
         """Read the result file; no rows where there is none yet."""
@@ -64,6 +64,7 @@ class ResultPage:
 
     def _with_table(self) -> str:
         text = self.page.read_text(encoding="utf-8")
-        before, _, rest = text.partition(START)
-        _, _, after = rest.partition(END)
-        return f"{before}{START}\n{self.table(self.read())}\n{END}{after}"
+        start, end = f"<!-- {self.marker}:start -->", f"<!-- {self.marker}:end -->"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        return f"{before}{start}\n{self.table(self.read())}\n{end}{after}"

@@ -39,6 +39,8 @@ __all__ = [
     "AbResult",
     "baseline_rows",
     "latency_rows",
+    "predict_rows",
+    "probabilities_of",
     "run_ab",
     "throughput",
     "time_arms",
@@ -120,7 +122,7 @@ def run_ab(
     with OpenBackend(backend, launch_of(arms, plan, workdir)) as opened:
         crew = Crew(arms, rows_file, plan, opened, samples, progress or (lambda _: None))
         predictions = [
-            _probabilities(_predict(crew, label, rows.num_rows, workdir), card, label)
+            probabilities_of(predict_rows(crew, label, rows.num_rows, workdir), card, label)
             for label in (control.label, candidate.label)
         ]
         records = time_crew(crew)
@@ -247,7 +249,7 @@ def _field(percentile: Percentile | None, name: str) -> float | None:
     return None if percentile is None else float(getattr(percentile, name))
 
 
-def _predict(
+def predict_rows(
     crew: Crew, label: str, num_rows: int, workdir: Path
 ) -> dict[str, npt.NDArray[np.float32]]:
     """Score all rows with one arm, or read the scores that an earlier try of this run left."""
@@ -282,7 +284,7 @@ def _prediction(
     return lambda: dict(crew.call(label, "predict", start, stop, batch_size))
 
 
-def _probabilities(
+def probabilities_of(
     outputs: Mapping[str, npt.NDArray[np.float32]], card: ModelCard, label: str
 ) -> dict[str, Scores]:
     """Apply each output's activation as the card names it, in float64."""

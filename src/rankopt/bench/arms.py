@@ -79,6 +79,7 @@ def _load_artifact(spec: ArmSpec) -> ArmCallable:
 ARM_LOADERS: dict[str, Callable[[ArmSpec], ArmCallable] | str] = {
     "eager": _load_eager,
     "artifact": _load_artifact,
+    "peer": "rankopt.bench.peers.arm:load_peer_arm",
 }
 """Kind -> loader, or its `module:function`, which is imported in the worker only."""
 

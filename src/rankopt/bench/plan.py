@@ -52,6 +52,8 @@ class BenchPlan(BaseModel):
     target_relative_width: float = Field(default=0.06, gt=0)
     """Timing stops once every speedup's half interval is below this share of the speedup. What
     differs between any two processes already accounts for 0.04 of it (`stats.PROCESS_SD`)."""
+    max_duration_ns: int | None = Field(default=None, gt=0)
+    """Blocks after `min_blocks` stop once a batch size has taken this long; None sets no limit."""
     warm_up_calls: int = Field(default=10, gt=0)
     warm_up_duration_ns: int = Field(default=300 * NS_PER_MS, ge=0)
     """Warm-up lasts at least this long and at least `warm_up_calls`."""

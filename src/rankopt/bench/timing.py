@@ -8,6 +8,7 @@ differences that are not there.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -121,14 +122,17 @@ def _time_batch_size(crew: Crew, batch_size: int, on_block: OnBlock | None) -> l
     plan, samples = crew.plan, crew.samples
     records: list[BlockRecord] = []
     num_calls: int | None = None
+    begun_ns = time.monotonic_ns()
     for block in range(plan.max_blocks):
         # Orders mirror in pairs, so a run ends only after an even number of blocks.
-        if block >= plan.min_blocks and block % 2 == 0 and is_settled(records, crew.labels, plan):
+        may_end = block >= plan.min_blocks and block % 2 == 0
+        if may_end and (is_settled(records, crew.labels, plan) or is_over(plan, begun_ns)):
             break
         finished = samples.block(batch_size, block, crew.labels)
         if finished is None:
             if num_calls is None:
                 num_calls = _warm_up(crew, batch_size)
+                begun_ns = time.monotonic_ns()
             finished = _time_block(crew, batch_size, block, num_calls)
             samples.add_block(finished)
             if on_block is not None:
@@ -190,6 +194,12 @@ def _take_turn(
             break
         crew.samples.add_discarded(record)
     return record
+
+
+def is_over(plan: BenchPlan, begun_ns: int) -> bool:
+    """Tell whether a batch size has taken as long as the plan allows."""
+    limit_ns = plan.max_duration_ns
+    return limit_ns is not None and time.monotonic_ns() - begun_ns >= limit_ns
 
 
 def is_settled(records: Sequence[BlockRecord], labels: Sequence[str], plan: BenchPlan) -> bool:

@@ -55,6 +55,7 @@ VERBS = (
     Verb("refresh", "Put new weights into an artifact without compiling again."),
     Verb("diagnose", "Say where the time of one call goes, and what bounds it."),
     Verb("predict", "Score a file with an artifact."),
+    Verb("bench", "Time the artifact beside other ways to serve the same models."),
 )
 
 

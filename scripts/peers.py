@@ -1,0 +1,151 @@
+"""Measure the peer suite, and keep the tables of README and docs/peers.md in step with the result.
+
+    python scripts/peers.py measure     run the suite, write the result and the tables (make bench)
+    python scripts/peers.py table       write the tables from the result file
+    python scripts/peers.py check       exit 1 when a table is not that of the result file
+
+Nothing else should run on the machine. `measure` goes on from what a stopped run has finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from result_page import ResultPage
+
+from rankopt.units import format_duration
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "peers.json"
+
+
+def measure() -> None:
+    """Run the suite as a user would and write the tables."""
+    out = str(RESULT.relative_to(ROOT))
+    command = [sys.executable, "-m", "rankopt", "bench", "benchmarks/peers.yaml", "--out", out]
+    done = subprocess.run([*command, "--overwrite", "--resume"], cwd=ROOT, check=False)
+    if done.returncode not in (0, 1):
+        sys.exit(f"rankopt bench ended with {done.returncode}")
+    for page in PAGES:
+        page.write_table()
+
+
+def short_table(content: dict[str, Any]) -> str:
+    """Write what README shows: rankopt against the best peer and against eager."""
+    if not content["rows"]:
+        return "Not measured yet: `make peers bench`."
+    eager = {(row["model"], row["batch_size"]): row for row in content["against_eager"]}
+    lines = [
+        _heading(content),
+        "",
+        "| model | batch | rankopt | best peer | its time over rankopt's | eager over rankopt |",
+        "|---|---|---|---|---|---|",
+    ]
+    ours = {
+        (row["model"], row["batch_size"]): row for row in content["rows"] if row["arm"] == "rankopt"
+    }
+    for row in content["summary"]:
+        cell = (row["model"], row["batch_size"])
+        own = format_duration(ours[cell]["p50_ns"]) if cell in ours else "not run"
+        cells = [cell[0], str(cell[1]), own, row["best_peer"] or "none", _ratio(row)]
+        lines.append("| " + " | ".join([*cells, _ratio(eager.get(cell))]) + " |")
+    return "\n".join([*lines, "", _means(content)])
+
+
+def full_table(content: dict[str, Any]) -> str:
+    """Write what docs/peers.md shows: every arm's p50 at its best setting, and what did not run."""
+    if not content["rows"]:
+        return "Not measured yet: `make peers bench`."
+    arms = list(dict.fromkeys(row["arm"] for row in content["rows"]))
+    cells = {(row["model"], row["batch_size"], row["arm"]): row for row in content["rows"]}
+    lines = [
+        _heading(content),
+        "",
+        "| model | batch | " + " | ".join(arms) + " |",
+        "|---|---" + "|---" * len(arms) + "|",
+    ]
+    for model, size in dict.fromkeys((row["model"], row["batch_size"]) for row in content["rows"]):
+        times = [_time(cells.get((model, size, arm))) for arm in arms]
+        lines.append(f"| {model} | {size} | " + " | ".join(times) + " |")
+    lines += ["", "A time in brackets does not hold the NE margin and does not count."]
+    if content["not_run"]:
+        lines += ["", "Not run:", ""]
+        lines += [
+            f"- {item['model']}, {item['arm']}: {' '.join(item['error'].split())}"
+            for item in content["not_run"]
+        ]
+    return "\n".join(lines)
+
+
+def _heading(content: dict[str, Any]) -> str:
+    environment = content["environment"]
+    libraries = environment["libraries"]
+    engines = ", ".join(
+        f"{name} {libraries[name]}"
+        for name in ("torch", "onnxruntime", "openvino", "zentorch")
+        if name in libraries
+    )
+    return (
+        f"`{content['command']}`, {content['made_at'][:10]}: {environment['num_usable_cores']} "
+        f"cores of {environment['cpu_model']}; {engines}. p50 of one call; ratios are paired, in "
+        "one interleaved run, with 95 % intervals."
+    )
+
+
+def _means(content: dict[str, Any]) -> str:
+    names = {"best_peer": "the best peer", "eager": "eager"}
+    means = [mean for mean in content["geometric_means"] if mean["batch_size"] is None]
+    told = [f"{mean['ratio']:.2f} against {names[mean['against']]}" for mean in means]
+    return f"Geometric mean: {', '.join(told)}." if told else "No ratio could be taken."
+
+
+def _ratio(row: dict[str, Any] | None) -> str:
+    if row is None or row["ratio"] is None:
+        return (row or {}).get("reason") or "not measured"
+    return f"{row['ratio']:.2f} [{row['ci_low']:.2f}, {row['ci_high']:.2f}]"
+
+
+def _time(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    shown = format_duration(row["p50_ns"])
+    return shown if row["quality_ok"] else f"({shown})"
+
+
+PAGES = tuple(
+    ResultPage(
+        result=RESULT,
+        page=page,
+        command="make bench",
+        table=table,
+        script="scripts/peers.py",
+        marker="peers",
+    )
+    for page, table in (
+        (ROOT / "README.md", short_table),
+        (ROOT / "docs" / "peers.md", full_table),
+    )
+)
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("action", choices=("measure", "table", "check"))
+    action = parser.parse_args().action
+    if action == "measure":
+        measure()
+    elif action == "table":
+        for page in PAGES:
+            page.write_table()
+    else:
+        return max(page.check() for page in PAGES)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
