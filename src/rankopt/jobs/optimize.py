@@ -115,7 +115,7 @@ def optimize_into(
     workdir = folder / ".work"
     workdir.mkdir(parents=True, exist_ok=True)
     try:
-        progress("preparing kernels")  # compiled once per machine: some 15 s the first time
+        progress("preparing kernels")  # compiled once per machine: some 50 s the first time
         load_kernels()
         progress("reading rows and weights")
         tuning = _tuning_rows(card, open_splits(card, data))
