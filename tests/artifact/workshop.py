@@ -23,7 +23,9 @@ from rankopt.artifact.manifest import CONSTANTS, MANIFEST, read_manifest, sha256
 from rankopt.bundle import ModelBundle
 from rankopt.models.card import ModelCard
 from rankopt.passes.base import Pass
+from rankopt.passes.drop_dead_positions import DropDeadPositions
 from rankopt.passes.export_aoti import ExportAoti
+from rankopt.passes.fuse_attention import FuseAttention
 from rankopt.passes.fuse_embeddings import FuseEmbeddings
 from rankopt.passes.precision import Precision
 from rankopt.passes.quantize_dense import QuantizeDense
@@ -79,6 +81,9 @@ def _steps(name: str) -> tuple[str, tuple[Pass, ...]]:
         "zoo-fused-mixed": ("zoo", (FuseEmbeddings(), mixed)),
         "zoo-mixed": ("zoo", (mixed,)),
         "bags-int8": ("bags", (FuseEmbeddings(), QuantizeEmbeddings(dtype="int8"))),
+        "din-packed": ("din", (FuseAttention(),)),
+        "hstu-packed": ("hstu", (FuseAttention(),)),
+        "hstu-last": ("hstu", (DropDeadPositions(),)),
         "din-native": ("din", (QuantizeDense(backend="native", **everything),)),
         "din-fbgemm": ("din", (QuantizeDense(backend="fbgemm", **everything),)),
         "dlrm-native": (

@@ -33,6 +33,9 @@ EXACT: dict[str, Callable[[nn.Module], nn.Module]] = {
     "zoo-fused-mixed": lambda model: dequantised(model, ZOO_STORED),
     "zoo-mixed": lambda model: dequantised(model, ZOO_STORED),
     "bags-int8": lambda model: dequantised(model, BAGS_STORED),
+    "din-packed": as_it_is,
+    "hstu-packed": as_it_is,
+    "hstu-last": as_it_is,
 }
 """Artifacts whose arithmetic is fp32 on known rows."""
 

@@ -274,7 +274,8 @@ def _attend(
     score_scale, weight_scale = scales
     pieces = (q, k, v, bias.T if bias is not None else q.new_zeros(0))
     q, k, v, table = ((each.abs() if sizes else each).double() for each in pieces)
-    heads = [each.view(len(each), num_heads, -1).transpose(0, 1) for each in (q, k, v)]
+    shape = (num_heads, q.shape[1] // num_heads)
+    heads = [each.reshape(len(each), *shape).transpose(0, 1) for each in (q, k, v)]
     scores = heads[0] @ heads[1].transpose(1, 2) * score_scale
     if bias is not None:
         scores = scores + table[distance].permute(2, 0, 1)
