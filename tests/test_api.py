@@ -116,6 +116,20 @@ def test_earlier_choices_and_another_checkpoint_give_what_a_refresh_gives(
         assert (replayed.kept, replayed.measured_speedup) == (first.kept, first.measured_speedup)
 
 
+def test_a_refresh_refuses_passes_that_were_calibrated_on_rows(
+    artifact: Path, others: Path, tmp_path: Path
+) -> None:
+    copy = small.copy_of(artifact, tmp_path / "copy")
+    told = json.loads((copy / "passes.json").read_text())
+    index = next(i for i, step in enumerate(told["passes"]) if step["kind"] != "export_aoti")
+    told["passes"][index]["kind"] = "quantize_dense"
+    told["recipe"]["passes"][index] = {"quantize_dense": {"activations": "static"}}
+    (copy / "passes.json").write_text(json.dumps(told))
+    with pytest.raises(ArtifactError, match="quantize_dense was calibrated on rows"):
+        refresh_artifact(copy, others / "checkpoint.safetensors", tmp_path / "refreshed")
+    assert not (tmp_path / "refreshed").exists()
+
+
 def test_a_refresh_refuses_weights_that_lead_to_other_constants(
     artifact: Path, others: Path, tmp_path: Path
 ) -> None:

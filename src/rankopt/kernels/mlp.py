@@ -57,8 +57,15 @@ def mlp_int8(x: Tensor, layers: Sequence[MlpLayer], *, activation_bits: int = 7)
 
 def columns(
     layers: Sequence[MlpLayer],
-) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None], list[Tensor | None], list[int]]:
-    """Return the operator's lists: weights, scales, biases, slopes and numbers of outputs."""
+) -> tuple[
+    list[Tensor],
+    list[Tensor | None],
+    list[Tensor | None],
+    list[Tensor | None],
+    list[Tensor | None],
+    list[int],
+]:
+    """Return the operator's lists: weights, scales, biases, slopes, peaks, numbers of outputs."""
     return (
         [layer.packed for layer in layers],
         [layer.scale for layer in layers],

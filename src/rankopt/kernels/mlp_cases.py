@@ -77,8 +77,8 @@ def _grid() -> Iterator[MlpCase]:
             fixed=(0.0, 5.0, 9.0, 20.0),
         )
     for kind in values:
-        for num_rows, fixed in itertools.product((1, 9), ((2.0, 5.0), (0.0, 5.0))):
-            yield MlpCase(num_rows, (7, 33, 17), both, values=kind, fixed=fixed)
+        for num_rows, first in itertools.product((1, 9), (0.0, 2.0)):
+            yield MlpCase(num_rows, (7, 33, 17), both, values=kind, fixed=(first, 5.0))
     yield MlpCase(1500, (40, 64, 33), both, fixed=(3.0, 20.0))
     yield MlpCase(3, (1100, 700, 600, 40), (*both, True), fixed=(3.0, 90.0, 1e3))
     # Several blocks of rows, several threads: by rows, and by outputs with a wait between layers.

@@ -2,7 +2,7 @@
 //
 // Many rows: threads share the rows, and each takes a block of its rows through all layers while it
 // is in the cache. Few rows: threads share the outputs of each layer and wait for one another
-// between two layers, which costs about a tenth of waking them again.
+// between two layers, which costs less than waking them again.
 #include "layers.h"
 
 #include <ATen/EmptyTensor.h>
