@@ -77,7 +77,7 @@ def _grid() -> Iterator[LookupCase]:
     read_any: tuple[Form, ...] = ("single", "flat", "rectangle", "sum")
     for id_type, form in itertools.product(id_types, read_any):
         yield LookupCase(70, 16, "int8", form, id_type=id_type)
-    for form in ("single", *forms[1:]):
+    for form in forms:
         yield LookupCase(33, 24, "fp32", form, nonfinite=True)
         yield LookupCase(33, 24, "fp16", form, nonfinite=True)
     # More lookups than are fetched at once, and enough rows that several threads share them.
