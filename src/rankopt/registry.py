@@ -16,6 +16,7 @@ from rankopt.passes.base import Pass
 PASSES: dict[str, str] = {
     "fuse_embeddings": "rankopt.passes.fuse_embeddings:FuseEmbeddings",
     "quantize_embeddings": "rankopt.passes.quantize_embeddings:QuantizeEmbeddings",
+    "hoist_requests": "rankopt.passes.hoist_requests:HoistRequests",
     "quantize_dense": "rankopt.passes.quantize_dense:QuantizeDense",
     "precision": "rankopt.passes.precision:Precision",
     "export_aoti": "rankopt.passes.export_aoti:ExportAoti",

@@ -13,6 +13,7 @@ from rankopt.environment import Environment
 from rankopt.errors import ArtifactError, ExportError, RecipeError
 from rankopt.passes.base import Pass, PassContext
 from rankopt.passes.decision import Gain, decide, missed_gates, slow_byte_savers
+from rankopt.passes.forms import apply_to_forms
 from rankopt.passes.trial import Trial, TrialBench
 from rankopt.passes.tuning_quality import TuningQuality
 from rankopt.recipe import Recipe
@@ -112,7 +113,7 @@ def _measure(
     before = current.bundle
     blank = PassRecord(kind=step.kind, changed=False, kept=False, reason="")
     try:
-        after = step.apply(before, context)
+        after = apply_to_forms(step, before, context)
         record = blank.model_copy(
             update={
                 "bytes_before": before.size_bytes,
@@ -186,7 +187,7 @@ def _replay(
     for step, record in zip(rewrites, choices, strict=True):
         if record.kept:
             context = PassContext(environment, workdir)
-            current = step.apply(current, context)
+            current = apply_to_forms(step, current, context)
             record = record.model_copy(update={"details": tuple(context.notes)})
         records.append(record)
     return bench.compile(current, "chosen"), records
