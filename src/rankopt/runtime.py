@@ -1,8 +1,9 @@
 """Load an artifact and score with it.
 
 Takes and returns `dict[str, Tensor]`. With `request_index` among the features of an artifact built
-for it, request-level inputs come once for each request. Weights are mapped from the artifact's folder and shared by
-every process that loads it; inputs are checked against the contract on every call.
+for it, request-level inputs come once for each request. Weights are mapped from the artifact's
+folder and shared by every process that loads it; inputs are checked against the contract on every
+call.
 """
 
 from __future__ import annotations
@@ -110,9 +111,7 @@ class LoadedArtifact:
         contract = self._requests
         if contract is None:
             hint = "Build it with the pass hoist_requests, or give every input a row per candidate."
-            problem = Problem(
-                f"input {REQUEST_INDEX}", "is not taken by this artifact", hint=hint
-            )
+            problem = Problem(f"input {REQUEST_INDEX}", "is not taken by this artifact", hint=hint)
             raise ContractError(f"{self.folder}: the call breaks the contract.", problems=[problem])
         try:
             inputs = [features[name] for name in contract.names]

@@ -129,8 +129,7 @@ def write_artifact(
             name: sha256_file(folder / name)
             for name in (PROGRAM, CONSTANTS, CHECKS, *more, *stored.files)
         },
-        size_bytes=stored_bytes(entries)
-        + sum(entry.size_bytes for entry in stored.entries),
+        size_bytes=stored_bytes(entries) + sum(entry.size_bytes for entry in stored.entries),
         code_bytes=sum(
             (folder / name).stat().st_size for name in (PROGRAM, *more) if name.endswith(".pt2")
         ),

@@ -158,9 +158,7 @@ def _matching_constants(source: Path, manifest: Manifest, bundle: ModelBundle) -
         entries += manifest.requests.constants
         available |= named_for_requests(bundle.requests.constants)
     problems = [
-        problem
-        for entry in entries
-        if (problem := _mismatch(source, entry, available)) is not None
+        problem for entry in entries if (problem := _mismatch(source, entry, available)) is not None
     ]
     if problems:
         raise ArtifactError(

@@ -37,7 +37,7 @@ class ArmSpec(BaseModel):
         checkpoint: overrides the card's own.
         artifact: the artifact folder.
         num_threads: the arm's own thread budget; the plan's when None.
-        options: what a further kind needs; the two built-in kinds read none.
+        options: what a further kind needs, such as `request_size` of `requests`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,6 +79,7 @@ def _load_artifact(spec: ArmSpec) -> ArmCallable:
 ARM_LOADERS: dict[str, Callable[[ArmSpec], ArmCallable] | str] = {
     "eager": _load_eager,
     "artifact": _load_artifact,
+    "requests": "rankopt.bench.request_rows:load_requests",
 }
 """Kind -> loader, or its `module:function`, which is imported in the worker only."""
 

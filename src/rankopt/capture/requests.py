@@ -47,9 +47,9 @@ def split_features(
     shared = {name: counts[name] for name in request_level(card) if name in counts}
     num_rows = len(request_index)
     picked = Rows(inner, {}, None, num_rows, shared).take(first_rows).features
-    return {
-        name: picked.get(name, features[name]).contiguous() for name in card.tensor_names
-    } | {REQUEST_INDEX: request_index.contiguous()}
+    return {name: picked.get(name, features[name]).contiguous() for name in card.tensor_names} | {
+        REQUEST_INDEX: request_index.contiguous()
+    }
 
 
 def _tensors(card: ModelCard) -> list[str]:
@@ -57,8 +57,11 @@ def _tensors(card: ModelCard) -> list[str]:
 
 
 def random_requests(
-    contract: Sequence[InputContract], sizes: Sequence[int], generator: torch.Generator,
-    *, fill: float = 0.5,
+    contract: Sequence[InputContract],
+    sizes: Sequence[int],
+    generator: torch.Generator,
+    *,
+    fill: float = 0.5,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Make up requests, in both forms.
 

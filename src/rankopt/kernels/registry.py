@@ -27,9 +27,15 @@ from rankopt.kernels.parity import (
     make_linear_inputs,
     make_recurrent_inputs,
 )
+from rankopt.kernels.requests import (
+    REQUEST_CASES,
+    RequestCase,
+    reference_request_matmul,
+    request_arguments,
+)
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase
+Case = LinearCase | RecurrentCase | RequestCase
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,14 @@ KERNELS: dict[str, Kernel] = {
             cases=RECURRENT_CASES,
             arguments=_lstm_arguments,
             allowance=_recurrent_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="request_matmul",
+            reference=reference_request_matmul,
+            cases=REQUEST_CASES,
+            arguments=request_arguments,
+            allowance=None,
             isas=True,
         ),
     )

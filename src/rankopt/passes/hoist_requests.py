@@ -7,10 +7,16 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from rankopt.artifact.contract import contract_of
 from rankopt.bundle import ModelBundle
-from rankopt.capture.requests import export_requests, random_requests, request_level
+from rankopt.capture.requests import (
+    REQUEST_INDEX,
+    export_requests,
+    random_requests,
+    request_level,
+)
 from rankopt.environment import Environment
 from rankopt.errors import ExportError, Problem
 from rankopt.kernels.build import load_kernels
@@ -19,7 +25,7 @@ from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.hoisting.compute import RULES
 from rankopt.passes.hoisting.count import operations_left
 from rankopt.passes.hoisting.interpret import hoist_graph
-from rankopt.passes.hoisting.values import CannotHoist
+from rankopt.passes.hoisting.values import HoistError
 
 CHECKED_REQUESTS = ((1,), (5,), (3, 1, 4), (2, 0, 7), (33, 30))
 """Candidates of each request in the calls that both forms must agree on."""
@@ -82,7 +88,7 @@ class HoistRequests(Pass):
                 lambda: bundle.program.module(check_guards=False), contract_of(card), RULES
             )
             program = export_requests(graph, card)
-        except (CannotHoist, ExportError) as stop:
+        except (HoistError, ExportError) as stop:
             context.note(f"not hoisted: {stop}")
             return bundle
         for note in notes:
@@ -101,9 +107,7 @@ class HoistRequests(Pass):
             f"candidates; scores differ by at most {difference:.2g}"
         )
         provided = bundle.provided | self.provides
-        return replace(
-            bundle, requests=replace(hoisted, provided=provided), provided=provided
-        )
+        return replace(bundle, requests=replace(hoisted, provided=provided), provided=provided)
 
     def _refusal(self, bundle: ModelBundle) -> str | None:
         """Say what rules hoisting out; None where nothing does."""
@@ -113,6 +117,10 @@ class HoistRequests(Pass):
             return f"not hoisted: {problems[0]}"
         if bundle.parts:
             return "not hoisted: a part stays eager, and what it does with rows is not known"
+        if REQUEST_INDEX in card.tensor_names:
+            return (
+                f"not hoisted: an input is called {REQUEST_INDEX}, which names the candidates' map"
+            )
         if card.min_batch > 1:
             return f"not hoisted: the module scores no fewer than {card.min_batch} rows at once"
         return None
@@ -131,21 +139,33 @@ def card_problems(card: ModelCard) -> list[Problem]:
 def largest_difference(plain: ModelBundle, hoisted: ModelBundle) -> float:
     """Return how far scores of the two forms lie apart, over the larger of 1 and their spread.
 
-    The candidates of several requests come in any order.
+    The candidates of several requests come one request after the other.
     """
     contract = contract_of(plain.card)
+    # Unlifted once: that takes longer than scoring.
+    graphs = [
+        (each.input_names, each.program.module(check_guards=False)) for each in (plain, hoisted)
+    ]
     largest = 0.0
     for number, sizes in enumerate(CHECKED_REQUESTS):
         for fill in CHECKED_FILLS:
             generator = torch.Generator().manual_seed(number)
             rows, requests = random_requests(contract, sizes, generator, fill=fill)
-            expected, scores = plain.run(rows), hoisted.run(requests)
-            for name, score in scores.items():
-                known = expected[name]
-                if bool((known.isnan() != score.isnan()).any()):
-                    return float("inf")
-                apart = (score.double() - known.double()).abs()
-                apart = apart.masked_fill((score == known) | score.isnan(), 0.0)
-                spread = float(known.nan_to_num().double().std()) if len(known) > 1 else 0.0
-                largest = max(largest, float(apart.max()) / max(1.0, spread))
+            with torch.no_grad():
+                expected, scores = (
+                    graph(*[given[name] for name in names])
+                    for given, (names, graph) in zip((rows, requests), graphs, strict=True)
+                )
+            for known, score in zip(expected, scores, strict=True):
+                largest = max(largest, _apart(known, score))
     return largest
+
+
+def _apart(known: Tensor, score: Tensor) -> float:
+    """Return the largest difference of two scores, over the larger of 1 and their spread."""
+    if bool((known.isnan() != score.isnan()).any()):
+        return float("inf")
+    apart = (score.double() - known.double()).abs()
+    apart = apart.masked_fill((score == known) | score.isnan(), 0.0)
+    spread = float(known.nan_to_num().double().std()) if len(known) > 1 else 0.0
+    return float(apart.max()) / max(1.0, spread)

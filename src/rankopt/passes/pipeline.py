@@ -133,7 +133,11 @@ def _measure(
     except ExportError as error:
         reason = f"dropped, it does not compile here: {str(error).splitlines()[0]}"
         return _Step(current, _timed(blank, started_ns, reason=reason))
-    gain = bench.time(current, trial, step.kind)
+    request_size = getattr(step, "request_size", None)
+    if step.purpose == "requests" and request_size is not None:
+        gain = bench.time_requests(trial, request_size)
+    else:
+        gain = bench.time(current, trial, step.kind)
     kept, reason = decide(step.purpose, gain, before.size_bytes, after.size_bytes)
     record = _with_times(record, gain, largest_drift(before, after))
     return _Step(

@@ -316,7 +316,9 @@ def solid(build: Builder, body: Body, axes: Axes, level: Level | None = None) ->
 
 def _widest(shapes: Sequence[Axes]) -> Axes:
     """Broadcast sizes against each other."""
-    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes, strict=True))
+    return tuple(
+        next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes, strict=True)
+    )
 
 
 def _whole_node(build: Builder, leaf: Leaf, shape: Axes, level: Level) -> Node:
@@ -377,9 +379,7 @@ def _join_group(build: Builder, axis: int, axes: Axes, group: list[Piece]) -> Pi
     places = tuple(place for piece in group for place in piece.positions)
     if isinstance(group[0].body, Fill):
         return Piece(tuple(sorted(places)), group[0].body)
-    leaves = [
-        solid(build, piece.body, sized(axes, axis, len(piece.positions))) for piece in group
-    ]
+    leaves = [solid(build, piece.body, sized(axes, axis, len(piece.positions))) for piece in group]
     shape = _widest([leaf.sizes for leaf in leaves])
     nodes = [
         _whole_node(build, leaf, sized(shape, axis, len(piece.positions)), leaf.level)

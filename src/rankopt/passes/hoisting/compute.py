@@ -98,7 +98,10 @@ class _Layer:
                 return Joined(
                     merged.axis,
                     tuple(
-                        Piece(p.positions, self.apply(p.body, sized(axes, merged.axis, len(p.positions))))
+                        Piece(
+                            p.positions,
+                            self.apply(p.body, sized(axes, merged.axis, len(p.positions))),
+                        )
                         for p in merged.pieces
                     ),
                 )
@@ -132,9 +135,7 @@ class _Layer:
                 full = leaf
                 if leaf.sizes[last] != own[last]:
                     wide = sized(leaf.sizes, last, own[last])
-                    full = replace(
-                        leaf, node=build.expand(leaf.node, leaf.sizes, wide), sizes=wide
-                    )
+                    full = replace(leaf, node=build.expand(leaf.node, leaf.sizes, wide), sizes=wide)
                 shares.append(_Share(replace(full, scale=1.0), columns * leaf.scale))
         return shares
 
@@ -224,15 +225,15 @@ class _Product:
         if _is_zero(left) or _is_zero(right):
             return None
         if isinstance(left, Joined) and left.axis == last - 1:
-            return self._along(left, last - 1, left_axes[last - 1], [
-                (p, self.of(p.body, right, sized(left_axes, last - 1, len(p.positions)), right_axes))
-                for p in left.pieces
-            ])  # fmt: skip
+            parts = [
+                self.of(p.body, right, _cut(left_axes, left, p), right_axes) for p in left.pieces
+            ]
+            return _side_by_side(left, left_axes, parts)
         if isinstance(right, Joined) and right.axis == last:
-            return self._along(right, last, right_axes[last], [
-                (p, self.of(left, p.body, left_axes, sized(right_axes, last, len(p.positions))))
-                for p in right.pieces
-            ])  # fmt: skip
+            parts = [
+                self.of(left, p.body, left_axes, _cut(right_axes, right, p)) for p in right.pieces
+            ]
+            return _side_by_side(right, right_axes, parts)
         inner = [
             body
             for body, axis in ((left, last), (right, last - 1))
@@ -241,13 +242,6 @@ class _Product:
         if inner:
             return self._over_parts(left, right, left_axes, right_axes)
         return Total((self._leaf(left, right, left_axes, right_axes),))
-
-    def _along(
-        self, body: Joined, axis: int, size: int, pieces: Sequence[tuple[Piece, Body | None]]
-    ) -> Body:
-        return joined(
-            axis, size, [Piece(p.positions, Fill(0.0) if b is None else b) for p, b in pieces]
-        )
 
     def _over_parts(
         self, left: Body, right: Body, left_axes: Axes, right_axes: Axes
@@ -278,7 +272,9 @@ class _Product:
             for body in bodies:
                 if _is_zero(body):
                     continue
-                part = body if isinstance(body, Total) else Total((solid(self._build, body, sizes),))
+                part = (
+                    body if isinstance(body, Total) else Total((solid(self._build, body, sizes),))
+                )
                 leaves += part.leaves
             return sum_of(self._build, leaves) if leaves else Fill(0.0)
 
@@ -319,6 +315,20 @@ class _Product:
         index = build.index
         made = build.call(torch.ops.rankopt.request_matmul.default, left, right, index)
         return build.call(aten.squeeze.dim, made, 1) if flat else made
+
+
+def _cut(axes: Axes, body: Joined, piece: Piece) -> Axes:
+    """Return the sizes of a piece."""
+    return sized(axes, body.axis, len(piece.positions))
+
+
+def _side_by_side(cut: Joined, axes: Axes, parts: Sequence[Body | None]) -> Body:
+    """Join results where their operand's pieces stand; None is zero."""
+    pieces = [
+        Piece(piece.positions, Fill(0.0) if part is None else part)
+        for piece, part in zip(cut.pieces, parts, strict=True)
+    ]
+    return joined(cut.axis, axes[cut.axis], pieces)
 
 
 def _swap(axes: Axes) -> Axes:
@@ -371,9 +381,7 @@ def _along_others(
             leaf = replace(leaf, node=build.expand(leaf.node, leaf.sizes, wide), sizes=wide)
         return Total((replace(leaf, node=on_leaf(leaf)),))
 
-    return Rows(
-        value.axes, value.dims, apply(coalesce(build, value.body, value.axes), value.axes)
-    )
+    return Rows(value.axes, value.dims, apply(coalesce(build, value.body, value.axes), value.axes))
 
 
 def softmax(run: Interpreter, node: Node) -> Value | None:
@@ -464,9 +472,7 @@ def _summed(run: Interpreter, body: Body, axes: Axes, axis: int, scale: float) -
         leaf = solid(build, part.body, own)
         factor = own[axis] if leaf.sizes[axis] == 1 else 1
         node = build.call(aten.sum.dim_IntList, leaf.node, [axis], True)
-        leaves.append(
-            Leaf(node, leaf.level, sized(leaf.sizes, axis, 1), scale * factor)
-        )
+        leaves.append(Leaf(node, leaf.level, sized(leaf.sizes, axis, 1), scale * factor))
     return sum_of(build, leaves)
 
 
@@ -514,4 +520,3 @@ RULES: dict[Any, Callable[[Interpreter, Node], Value | None]] = {
     aten.embedding.default: embedding,
 }
 """Operator -> what it makes of values in two parts; `pointwise` stands for all on entries."""
-

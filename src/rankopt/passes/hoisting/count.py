@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -71,8 +70,8 @@ def _first_dims(program: ExportedProgram) -> list[tuple[int, torch.SymInt]]:
     return found
 
 
-def _symbols(program: ExportedProgram, sizes: Mapping[int, int]) -> dict[sympy.Symbol, int]:
-    values: dict[sympy.Symbol, int] = {}
+def _symbols(program: ExportedProgram, sizes: Mapping[int, int]) -> dict[Any, int]:
+    values: dict[Any, int] = {}
     for at, size in _first_dims(program):
         expression = size.node.expr
         if at in sizes and len(expression.free_symbols) == 1:
@@ -82,7 +81,7 @@ def _symbols(program: ExportedProgram, sizes: Mapping[int, int]) -> dict[sympy.S
     return values
 
 
-def _number(size: int | torch.SymInt, values: Mapping[sympy.Symbol, int]) -> int:
+def _number(size: int | torch.SymInt, values: Mapping[Any, int]) -> int:
     if isinstance(size, int):
         return size
     # A number of ids that the caller did not give counts as none: products have none in them.
@@ -90,20 +89,20 @@ def _number(size: int | torch.SymInt, values: Mapping[sympy.Symbol, int]) -> int
     return int(size.node.expr.subs(known))
 
 
-def _entries(tensor: Tensor, values: Mapping[sympy.Symbol, int]) -> int:
+def _entries(tensor: Tensor, values: Mapping[Any, int]) -> int:
     return math.prod(_number(size, values) for size in tensor.shape)
 
 
-Counter = Callable[[Node, Mapping[sympy.Symbol, int]], int]
+Counter = Callable[[Node, Mapping[Any, int]], int]
 
 
-def _by_inputs(node: Node, values: Mapping[sympy.Symbol, int]) -> int:
+def _by_inputs(node: Node, values: Mapping[Any, int]) -> int:
     """Every entry of the result is a sum over the last dim of the first argument."""
     x: Any = arguments(node)[0].meta["val"]
     return _entries(node.meta["val"], values) * _number(x.shape[-1], values)
 
 
-def _addmm(node: Node, values: Mapping[sympy.Symbol, int]) -> int:
+def _addmm(node: Node, values: Mapping[Any, int]) -> int:
     x: Any = arguments(node)[1].meta["val"]
     return _entries(node.meta["val"], values) * _number(x.shape[-1], values)
 

@@ -34,9 +34,9 @@ from rankopt.passes.hoisting.bodies import (
 from rankopt.passes.hoisting.builder import Builder
 from rankopt.passes.hoisting.known import KnownValues
 from rankopt.passes.hoisting.values import (
-    CannotGather,
-    CannotHoist,
     Fixed,
+    GatherError,
+    HoistError,
     Opaque,
     Rows,
     RowSymbol,
@@ -67,7 +67,7 @@ def hoist_graph(
         that run per candidate although their inputs are requests' alone.
 
     Raises:
-        CannotHoist: ragged requests' values are wanted per candidate, or the graph writes in place.
+        HoistError: ragged requests' values are wanted per candidate, or the graph writes in place.
     """
     moved: set[str] = set()
     for _ in range(MOST_TRIES):
@@ -75,9 +75,9 @@ def hoist_graph(
         run = Interpreter(plain, contract, rules, moved)
         try:
             graph = run.walk()
-        except CannotGather as stop:
+        except GatherError as stop:
             if stop.origin.op != "call_function" or stop.origin.name in moved:
-                raise CannotHoist(
+                raise HoistError(
                     f"{stop.origin.name}: requests' values without a row each are read together "
                     "with the candidates'"
                 ) from None
@@ -85,7 +85,7 @@ def hoist_graph(
             continue
         hoisted = GraphModule(plain, graph)
         return hoisted, tuple(f"{name}: runs per candidate" for name in sorted(moved))
-    raise CannotHoist(f"{len(moved)} operators mix requests and candidates in unknown ways")
+    raise HoistError(f"{len(moved)} operators mix requests and candidates in unknown ways")
 
 
 class Interpreter:
@@ -126,7 +126,7 @@ class Interpreter:
             elif node.op == "output":
                 self._output(node)
             elif node.op != "placeholder":
-                raise CannotHoist(f"{node.name}: is a {node.op}, not an operator")
+                raise HoistError(f"{node.name}: is a {node.op}, not an operator")
         self.build.graph.eliminate_dead_code()
         self.build.graph.lint()
         return self.build.graph
@@ -141,7 +141,7 @@ class Interpreter:
                 symbols = size.node.expr.free_symbols
                 if len(symbols) == 1:
                     return next(iter(symbols))
-        raise CannotHoist("no input says how many rows there are")
+        raise HoistError("no input says how many rows there are")
 
     def _inputs(self) -> None:
         placeholders = self.plain.graph.find_nodes(op="placeholder")
@@ -162,7 +162,9 @@ class Interpreter:
 
     def _output(self, node: Node) -> None:
         self.build.graph.output(
-            map_arg(node.args[0], lambda each: self.actual(self.values[each], Level.CANDIDATE, each))
+            map_arg(
+                node.args[0], lambda each: self.actual(self.values[each], Level.CANDIDATE, each)
+            )
         )
 
     # Operators.
@@ -172,7 +174,7 @@ class Interpreter:
         if not node.users:
             return  # assertions; tracing the new graph makes its own
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            raise CannotHoist(f"{node.name}: writes in place")
+            raise HoistError(f"{node.name}: writes in place")
         if tensor_of(node) is None and isinstance(node.meta.get("val"), torch.SymInt | int):
             self.values[node] = Size(node)
             return
@@ -237,7 +239,7 @@ class Interpreter:
         if isinstance(value, list | tuple):
             return Opaque(new, level, node)
         if not isinstance(value, torch.Tensor):
-            raise CannotHoist(f"{node.name}: returns a {type(value).__name__}")
+            raise HoistError(f"{node.name}: returns a {type(value).__name__}")
         layout = self._layout(node, value)
         if layout is None:
             return Opaque(new, level, node)
@@ -285,7 +287,7 @@ class Interpreter:
         """Return a value as its operator sees it, with the rows of a level.
 
         Raises:
-            CannotGather: it is the requests', wanted per candidate, and its rows are not tracked.
+            GatherError: it is the requests', wanted per candidate, and its rows are not tracked.
         """
         if isinstance(value, Size):
             return self._size(value.source, level)
@@ -295,7 +297,7 @@ class Interpreter:
             return [self.actual(each, level, origin) for each in value.values]
         if isinstance(value, Opaque):
             if value.level == Level.REQUEST and level == Level.CANDIDATE:
-                raise CannotGather(value.origin)
+                raise GatherError(value.origin)
             return value.node
         leaf = solid(self.build, value.body, value.axes, level)
         leaf = at_level(self.build, leaf, level)
@@ -359,7 +361,7 @@ class Interpreter:
         if target == aten.sym_size.int:
             of, dim = source.args[0], source.args[1]
             if not isinstance(of, Node):
-                raise CannotHoist(f"{source.name}: is the size of no tensor")
+                raise HoistError(f"{source.name}: is the size of no tensor")
             held = self.values[of]
             if isinstance(held, Opaque):
                 return self.build.call(target, held.node, dim)
@@ -392,4 +394,3 @@ class Interpreter:
             return None
         leaf = Leaf(self.fixed(node, Level.REQUEST), Level.REQUEST, layout[0])
         return Rows(*layout, Total((leaf,)))
-

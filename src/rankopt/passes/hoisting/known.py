@@ -165,8 +165,8 @@ def _chosen(mask: Known, if_true: Known | None, if_false: Known | None) -> Known
     picked = mask.values.bool()
     values = torch.where(picked, yes.values.double(), no.values.double())
     where = torch.where(picked, yes.where, no.where) & mask.where
-    shape = torch.broadcast_shapes(values.shape, where.shape)
-    return Known(values.expand(shape), where.expand(shape))
+    values, where = torch.broadcast_tensors(values, where)
+    return Known(values, where)
 
 
 def _scaled(run: KnownValues, node: Node) -> Known | None:

@@ -117,7 +117,9 @@ def align(run: Interpreter, sources: Sequence[Node]) -> Aligned | None:
             at = dim + rank - _rank(source)
             # The finest cut of a dim is the one that all can be brought to.
             if math.prod(group) != 1 and len(group) >= len(groups[at]):
-                groups[at] = group if groups[at] == (1,) or len(group) > len(groups[at]) else groups[at]
+                groups[at] = (
+                    group if groups[at] == (1,) or len(group) > len(groups[at]) else groups[at]
+                )
     axes = tuple(size for group in groups for size in group)
     if axes.count(ROW) != 1:
         return None
@@ -138,9 +140,7 @@ def _rank(node: Node) -> int:
 def _groups(run: Interpreter, value: Value, source: Node) -> list[tuple[int, ...]] | None:
     rows = value if isinstance(value, Rows) else run.as_rows(source)
     if rows is not None:
-        return [
-            tuple(rows.axes[axis] for axis in rows.group(dim)) for dim in range(len(rows.dims))
-        ]
+        return [tuple(rows.axes[axis] for axis in rows.group(dim)) for dim in range(len(rows.dims))]
     tensor = tensor_of(source)
     if not isinstance(value, Fixed) or tensor is None:
         return None
@@ -171,11 +171,18 @@ def _on(run: Interpreter, source: Node, groups: Sequence[tuple[int, ...]]) -> Bo
                 full += group
             else:
                 return None
-        return Total((fixed_leaf(run.build, node, full, total),)) if len(full) == len(
-            sizes
-        ) else Total(
-            (Leaf(run.build.reshape(node, (*(1,) * (total - len(full)), *full)), Level.FIXED,
-                  (*(1,) * (total - len(full)), *full)),)
+        return (
+            Total((fixed_leaf(run.build, node, full, total),))
+            if len(full) == len(sizes)
+            else Total(
+                (
+                    Leaf(
+                        run.build.reshape(node, (*(1,) * (total - len(full)), *full)),
+                        Level.FIXED,
+                        (*(1,) * (total - len(full)), *full),
+                    ),
+                )
+            )
         )
     return _regroup(run.build, rows, groups)
 
@@ -258,7 +265,9 @@ def _by_operator(run: Interpreter, node: Node, sources: Sequence[Node]) -> OnLea
             for source, leaf in zip(sources, leaves, strict=True)
         }
         made = run.build.call(
-            target, *map_arg(node.args, placed.__getitem__), **map_arg(node.kwargs, placed.__getitem__)
+            target,
+            *map_arg(node.args, placed.__getitem__),
+            **map_arg(node.kwargs, placed.__getitem__),
         )
         return Total((Leaf(made, level, _broadcast([leaf.sizes for leaf in leaves])),))
 
@@ -280,8 +289,11 @@ def _additions(run: Interpreter, node: Node, sources: Sequence[Node]) -> OnLeave
     at_once = _by_operator(run, node, sources)
 
     def on_leaves(bodies: Sequence[Body], axes: Axes) -> Body:
-        levels = {leaf.level for body in bodies for leaf in leaves_of(body)}
-        if not levels >= {Level.REQUEST, Level.CANDIDATE}:
+        given = [leaf for body in bodies for leaf in leaves_of(body)]
+        # Beside a candidates' term of full size a layer behind has nothing to gain from the others.
+        if any(leaf.level == Level.CANDIDATE and leaf.sizes == axes for leaf in given) or not (
+            {leaf.level for leaf in given} >= {Level.REQUEST, Level.CANDIDATE}
+        ):
             return at_once(bodies, axes)
         leaves: list[Leaf] = []
         for body, scale in zip(bodies, scales, strict=True):
@@ -331,4 +343,3 @@ def _scales(node: Node, sources: Sequence[Node]) -> list[float] | None:
         return None
     sign = 1.0 if node.target == aten.add.Tensor else -1.0
     return [1.0 if source is left else sign * alpha for source in sources]
-

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
 from rankopt.passes.hoisting.bodies import ROW, Axes, Body, Level
 
 
-class CannotGather(Exception):
+class GatherError(Exception):
     """A value of the requests is wanted per candidate, and nobody knows where its rows are."""
 
     def __init__(self, origin: Node) -> None:
@@ -21,7 +21,7 @@ class CannotGather(Exception):
         self.origin = origin
 
 
-class CannotHoist(Exception):
+class HoistError(Exception):
     """The graph as a whole cannot take requests and candidates apart; says why."""
 
 
@@ -85,7 +85,7 @@ class RowSymbol:
         symbol: the symbol B.
     """
 
-    def __init__(self, symbol: sympy.Symbol) -> None:
+    def __init__(self, symbol: Any) -> None:
         self.symbol = symbol
 
     def factor(self, size: int | torch.SymInt) -> tuple[int, bool] | None:
