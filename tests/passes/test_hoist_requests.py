@@ -147,9 +147,7 @@ def test_hstus_history_is_encoded_once_per_request_in_every_layer() -> None:
     ]
     assert sequences
     assert all(shape[1] == 1 for shape in sequences)
-    products = graph.find_nodes(
-        op="call_function", target=torch.ops.rankopt.request_matmul.default
-    )
+    products = graph.find_nodes(op="call_function", target=torch.ops.rankopt.request_matmul.default)
     assert len(products) == 2 * 3  # keys and values of three layers
 
 
@@ -280,6 +278,8 @@ def test_nan_of_a_request_stays_with_its_candidates() -> None:
 
 def test_the_largest_difference_sees_a_wrong_form() -> None:
     bundle = hoisted_bundle("dlrm")
-    other = hoisted(bundle_for(plain_bundle("dlrm").card, seeded(REQUEST_MODELS["dlrm"][1], seed=8)))
+    other = hoisted(
+        bundle_for(plain_bundle("dlrm").card, seeded(REQUEST_MODELS["dlrm"][1], seed=8))
+    )
     assert largest_difference(bundle, form_of(bundle)) < 1e-5
     assert largest_difference(bundle, form_of(other)) > 1e-3

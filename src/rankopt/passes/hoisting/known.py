@@ -165,7 +165,7 @@ def _chosen(mask: Known, if_true: Known | None, if_false: Known | None) -> Known
     picked = mask.values.bool()
     values = torch.where(picked, yes.values.double(), no.values.double())
     where = torch.where(picked, yes.where, no.where) & mask.where
-    values, where = torch.broadcast_tensors(values, where)
+    values, where = torch.broadcast_tensors(values, where)  # type: ignore[no-untyped-call]
     return Known(values, where)
 
 
