@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from rankopt.capture.canonical import canonicalise
 from rankopt.capture.export import export_module
 from rankopt.capture.model import capture_model
 from rankopt.capture.parts import EagerPart
+from rankopt.capture.requests import REQUEST_INDEX, export_requests
 from rankopt.models.card import ModelCard
 from rankopt.tables import TableBatch
 
@@ -36,6 +37,9 @@ class ModelBundle:
         provided: what passes have established (`fused_embeddings`, `int8_dense`, ...).
         parts: submodules that stay eager and that the graph calls, by id.
         capture: what tracing assumed, left out or rewrote, one sentence each.
+        form: `rows` takes a row of every input for each candidate, `requests` takes request-level
+            inputs once for each request and `request_index`.
+        requests: the same model in the form `requests`, where a pass has made one.
     """
 
     card: ModelCard
@@ -46,11 +50,19 @@ class ModelBundle:
     provided: frozenset[str] = frozenset()
     parts: Mapping[str, EagerPart] = field(default_factory=dict)
     capture: tuple[str, ...] = ()
+    form: Literal["rows", "requests"] = "rows"
+    requests: ModelBundle | None = None
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the flat tensors that the graph takes, in order."""
+        names = self.card.tensor_names
+        return names if self.form == "rows" else (*names, REQUEST_INDEX)
 
     def run(self, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Run the graph as it stands (not compiled) and name its outputs."""
         given = self.sample if features is None else features
-        inputs = [given[name] for name in self.card.tensor_names]
+        inputs = [given[name] for name in self.input_names]
         with torch.no_grad():
             scores = self.program.module(check_guards=False)(*inputs)
         names = [output.name for output in self.card.outputs]
@@ -68,7 +80,18 @@ class ModelBundle:
     def size_bytes(self) -> int:
         """Bytes of parameters and tables as they will be stored; tied ones count once."""
         seen = {(value.data_ptr(), value.nbytes): value.nbytes for value in self.constants.values()}
-        return sum(seen.values()) + sum(part.size_bytes for part in self.parts.values())
+        own = sum(seen.values()) + sum(part.size_bytes for part in self.parts.values())
+        return own + (self._second_copies() if self.requests is not None else 0)
+
+    def _second_copies(self) -> int:
+        """Count the bytes of what the other form alone reads."""
+        other = {} if self.requests is None else self.requests.constants
+        mine = self.constants
+        return sum(
+            value.nbytes
+            for name, value in other.items()
+            if name not in mine or not _equal(mine[name], value)
+        )
 
     def edit(self, rewrite: Callable[[GraphModule], None], **changes: Any) -> ModelBundle:
         """Rewrite the graph in place on a copy and trace the result again.
@@ -82,8 +105,17 @@ class ModelBundle:
         _drop_unread(graph_module)
         graph_module.graph.lint()
         graph_module.recompile()
-        program = export_module(graph_module, self.card)
+        trace = export_module if self.form == "rows" else export_requests
+        program = trace(graph_module, self.card)
         return replace(self, program=program, **changes)
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    # NaN equals itself here: what counts is that the bytes are stored once.
+    same = left.data_ptr() == right.data_ptr()
+    return same or torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
 def build_bundle(card: ModelCard, model: nn.Module, sample: Mapping[str, Tensor]) -> ModelBundle:

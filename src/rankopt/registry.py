@@ -19,6 +19,7 @@ PASSES: dict[str, str] = {
     "fuse_embeddings": "rankopt.passes.fuse_embeddings:FuseEmbeddings",
     "quantize_embeddings": "rankopt.passes.quantize_embeddings:QuantizeEmbeddings",
     "fuse_interaction": "rankopt.passes.fuse_interaction:FuseInteraction",
+    "hoist_requests": "rankopt.passes.hoist_requests:HoistRequests",
     "quantize_dense": "rankopt.passes.quantize_dense:QuantizeDense",
     "precision": "rankopt.passes.precision:Precision",
     "export_aoti": "rankopt.passes.export_aoti:ExportAoti",

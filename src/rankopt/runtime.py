@@ -1,7 +1,9 @@
 """Load an artifact and score with it.
 
-Takes and returns `dict[str, Tensor]`. Weights are mapped from the artifact's folder and shared by
-every process that loads it; inputs are checked against the contract on every call.
+Takes and returns `dict[str, Tensor]`. With `request_index` among the features of an artifact built
+for it, request-level inputs come once for each request. Weights are mapped from the artifact's
+folder and shared by every process that loads it; inputs are checked against the contract on every
+call.
 """
 
 from __future__ import annotations
@@ -16,9 +18,17 @@ from torch import Tensor
 
 from rankopt.artifact.constants import map_constants
 from rankopt.artifact.contract import encode_contract, explain
-from rankopt.artifact.manifest import CONSTANTS, PROGRAM, Manifest, read_manifest
+from rankopt.artifact.manifest import (
+    CONSTANTS,
+    PROGRAM,
+    REQUEST_PROGRAM,
+    Manifest,
+    read_manifest,
+)
 from rankopt.artifact.parts import load_parts
+from rankopt.artifact.requests import RequestContract, request_constants
 from rankopt.capture.parts import EagerPart, forget, take_failure
+from rankopt.capture.requests import REQUEST_INDEX
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, ContractError, Problem
 from rankopt.kernels.build import load_kernels
@@ -41,15 +51,26 @@ class LoadedArtifact:
         self._max_batch = manifest.max_batch
         self._min_batch = manifest.min_batch
         self._lock = threading.Lock()
-        self._constants = map_constants(manifest.constants, folder / CONSTANTS)
+        form = manifest.requests
+        entries = (*manifest.constants, *(form.constants if form is not None else ()))
+        mapped = map_constants(entries, folder / CONSTANTS)
+        self._constants = {entry.name: mapped[entry.name] for entry in manifest.constants}
+        self._request_constants = request_constants(manifest, mapped)
         parts = load_parts(folder, manifest)
         self._part_handles = [part.handle for part in parts.values()]
         for name, part in parts.items():
             self._constants[name] = torch.tensor([part.handle], dtype=torch.int64)
-        packed = self._pack_for_fbgemm()
+        packed = _pack_for_fbgemm(manifest.packed_for_fbgemm, self._constants)
+        if form is not None:
+            packed += _pack_for_fbgemm(form.packed_for_fbgemm, self._request_constants)
         self._release = weakref.finalize(self, _release_handles, packed, list(parts.values()))
-        self._loader = _open_program(folder)
-        self._load_constants()
+        self._loader = _open_program(folder, PROGRAM)
+        self._load_constants(self._loader, self._constants, PROGRAM)
+        self._requests: RequestContract | None = None
+        if form is not None:
+            self._requests = RequestContract(manifest.inputs, manifest.max_batch)
+            self._request_loader = _open_program(folder, REQUEST_PROGRAM)
+            self._load_constants(self._request_loader, self._request_constants, REQUEST_PROGRAM)
         self._fits = torch.ops.rankopt.inputs_fit.default
         self._maps_ids = any(entry.out_of_range for entry in manifest.inputs)
 
@@ -57,7 +78,9 @@ class LoadedArtifact:
         """Score B candidates.
 
         Args:
-            features: the card's flat tensors by name; see `manifest.inputs` for their shapes.
+            features: the card's flat tensors by name; see `manifest.inputs` for their shapes. With
+                `request_index` (int64 [B], the request of each candidate, in [0, R)) those that are
+                request-level have R rows in place of B.
 
         Returns:
             One float tensor [B] per output, as the model says it (logit or probability).
@@ -68,6 +91,8 @@ class LoadedArtifact:
         """
         if not self._release.alive:
             raise ArtifactError(f"{self.folder}: was closed. Load it again.")
+        if REQUEST_INDEX in features and REQUEST_INDEX not in self._names:
+            return self._score_requests(features)
         try:
             inputs = [features[name] for name in self._names]
             if self._maps_ids:
@@ -89,6 +114,25 @@ class LoadedArtifact:
                 raise
         return dict(zip(self._outputs, scores, strict=True))
 
+    def _score_requests(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        contract = self._requests
+        if contract is None:
+            hint = "Build it with the pass hoist_requests, or give every input a row per candidate."
+            problem = Problem(f"input {REQUEST_INDEX}", "is not taken by this artifact", hint=hint)
+            raise ContractError(f"{self.folder}: the call breaks the contract.", problems=[problem])
+        try:
+            inputs = [features[name] for name in contract.names]
+            fits = contract.fits(inputs)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError):
+            fits = False
+        if not fits:
+            problems = contract.explain(features)
+            problems = problems or [Problem("inputs", "break the artifact's contract")]
+            raise ContractError(f"{self.folder}: the call breaks the contract.", problems=problems)
+        with self._lock:
+            scores = self._request_loader.boxed_run(inputs)
+        return dict(zip(self._outputs, scores, strict=True))
+
     def close(self) -> None:
         """Free what was packed for this artifact; it cannot score afterwards."""
         with self._lock:
@@ -102,12 +146,17 @@ class LoadedArtifact:
         if said is not None:
             raise ArtifactError(f"{self.folder}: {said}.") from error
 
-    def _load_constants(self) -> None:
+    def _load_constants(
+        self,
+        loader: torch._C._aoti.AOTIModelPackageLoader,
+        constants: dict[str, Tensor],
+        program: str,
+    ) -> None:
         try:
-            self._loader.load_constants(self._constants, False, True, True)
+            loader.load_constants(constants, False, True, True)
         except RuntimeError as error:
             raise ArtifactError(
-                f"{self.folder}: {PROGRAM} reads other constants than {CONSTANTS} holds, so the "
+                f"{self.folder}: {program} reads other constants than {CONSTANTS} holds, so the "
                 "two come from different artifacts. Copy the whole folder again."
             ) from error
 
@@ -117,13 +166,17 @@ class LoadedArtifact:
             problems = [Problem("inputs", "break the artifact's contract")]
         raise ContractError(f"{self.folder}: the call breaks the contract.", problems=problems)
 
-    def _pack_for_fbgemm(self) -> list[int]:
-        handles = []
-        for handle, (weight, scale) in self.manifest.packed_for_fbgemm.items():
-            packed = torch.ops.rankopt.fbgemm_pack(self._constants[weight], self._constants[scale])
-            handles.append(packed)
-            self._constants[handle] = torch.tensor([packed], dtype=torch.int64)
-        return handles
+
+def _pack_for_fbgemm(
+    layers: Mapping[str, tuple[str, str]], constants: dict[str, Tensor]
+) -> list[int]:
+    """Pack layers' weights and put the handles among the constants; returns the handles."""
+    handles = []
+    for handle, (weight, scale) in layers.items():
+        packed = torch.ops.rankopt.fbgemm_pack(constants[weight], constants[scale])
+        handles.append(packed)
+        constants[handle] = torch.tensor([packed], dtype=torch.int64)
+    return handles
 
 
 def load_artifact(folder: str | Path) -> LoadedArtifact:
@@ -137,11 +190,13 @@ def load_artifact(folder: str | Path) -> LoadedArtifact:
     manifest = read_manifest(path)
     check_machine(path, manifest)
     load_operators(manifest.operators)
-    missing = [name for name in (PROGRAM, CONSTANTS) if not (path / name).is_file()]
+    more = (REQUEST_PROGRAM,) if manifest.requests is not None else ()
+    missing = [name for name in (PROGRAM, *more, CONSTANTS) if not (path / name).is_file()]
     if missing:
         raise ArtifactError(f"{path}: {' and '.join(missing)} is missing. Copy the whole folder.")
     size_bytes = (path / CONSTANTS).stat().st_size
-    if any(entry.offset + entry.size_bytes > size_bytes for entry in manifest.constants):
+    entries = [*manifest.constants, *(manifest.requests.constants if manifest.requests else ())]
+    if any(entry.offset + entry.size_bytes > size_bytes for entry in entries):
         raise ArtifactError(
             f"{path / CONSTANTS}: is truncated ({size_bytes} bytes). Copy the folder again."
         )
@@ -189,13 +244,13 @@ def load_operators(operators: tuple[str, ...]) -> None:
         import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
 
 
-def _open_program(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:
+def _open_program(folder: Path, program: str) -> torch._C._aoti.AOTIModelPackageLoader:
     try:
-        return torch._C._aoti.AOTIModelPackageLoader(str(folder / PROGRAM), "model", False, 1, -1)
+        return torch._C._aoti.AOTIModelPackageLoader(str(folder / program), "model", False, 1, -1)
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         raise ArtifactError(
-            f"{folder / PROGRAM}: cannot be loaded: {first} "
+            f"{folder / program}: cannot be loaded: {first} "
             f"Check the files with: rankopt verify {folder}"
         ) from error
 

@@ -162,7 +162,12 @@ def small_dlrm() -> nn.Module:
 def dlrm_card() -> ModelCard:
     return card(
         "dlrm",
-        {"kind": "dense", "name": "dense", "columns": ["a", "b", "c", "d"]},
+        {
+            "kind": "dense",
+            "name": "dense",
+            "columns": ["a", "b", "c", "d"],
+            "request_level": True,
+        },
         {
             "kind": "ids",
             "name": "sparse",

@@ -4,13 +4,15 @@ model.pt2            the compiled graph, without weights
 weights/             every constant it reads, mapped into memory when it is loaded
 parts/               submodules that stay eager, where an export was split
 checks.safetensors   made-up inputs and the bundle's own outputs for them
+requests.pt2         the graph that takes request-level inputs once, where a pass made one; it reads
+                     weights/ too, and request-checks.safetensors are its checks
 manifest.json        contract, target, versions, hashes
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rankopt.artifact.constants import write_constants
+from rankopt.artifact.constants import stored_bytes, write_constants
 from rankopt.artifact.contract import contract_of, random_features
 from rankopt.artifact.manifest import (
     CHECKS,
     CONSTANTS,
     MANIFEST,
     PROGRAM,
+    REQUEST_CHECKS,
+    REQUEST_CONSTANTS,
+    REQUEST_PROGRAM,
     Manifest,
     OutputEntry,
     Target,
     sha256_file,
 )
 from rankopt.artifact.parts import write_parts
+from rankopt.artifact.requests import named_for_requests, request_form, write_request_checks
 from rankopt.bench.plan import raised
 from rankopt.bundle import ModelBundle
 from rankopt.capture.export import MAX_BATCH
@@ -79,11 +85,17 @@ def write_artifact(
     compiled = _compile(bundle, folder / PROGRAM)
     unlifted = bundle.program.module(check_guards=False)
     parts = parts_in(unlifted, bundle.parts)
-    entries = write_constants(without_handles(compiled.constants, parts), folder / CONSTANTS)
+    constants = without_handles(compiled.constants, parts)
+    more: tuple[str, ...] = ()
+    if bundle.requests is not None:
+        other = replace(bundle.requests, inductor_options=bundle.inductor_options)
+        constants |= named_for_requests(_compile(other, folder / REQUEST_PROGRAM).constants)
+        write_request_checks(bundle, folder)
+        more = (REQUEST_PROGRAM, REQUEST_CHECKS)
+    entries = write_constants(constants, folder / CONSTANTS)
     stored = write_parts(parts, folder)
     save_file(make_checks(bundle), folder / CHECKS)
     environment = collect_environment()
-    graph_module = bundle.program.graph_module
     manifest = Manifest(
         model=bundle.card.name,
         recipe=recipe,
@@ -101,23 +113,26 @@ def write_artifact(
         ),
         max_batch=MAX_BATCH,
         min_batch=bundle.card.min_batch,
-        constants=entries,
+        constants=tuple(e for e in entries if not e.name.startswith(REQUEST_CONSTANTS)),
         packed_for_fbgemm=fbgemm_layers(unlifted),
+        requests=None if bundle.requests is None else request_form(bundle, entries),
         parts=stored.entries,
         part_code=dict(stored.code),
         part_packages=dict(stored.packages),
         capture=bundle.capture,
-        operators=_operators(graph_module),
+        operators=_operators(bundle),
         judged_isa=current_isa(),
         libraries=environment.libraries,
         compiler_options={key: str(value) for key, value in bundle.inductor_options.items()},
         tolerance=tolerance_of(bundle),
         files={
-            name: sha256_file(folder / name) for name in (PROGRAM, CONSTANTS, CHECKS, *stored.files)
+            name: sha256_file(folder / name)
+            for name in (PROGRAM, CONSTANTS, CHECKS, *more, *stored.files)
         },
-        size_bytes=sum(entry.size_bytes for entry in entries)
-        + sum(entry.size_bytes for entry in stored.entries),
-        code_bytes=(folder / PROGRAM).stat().st_size,
+        size_bytes=stored_bytes(entries) + sum(entry.size_bytes for entry in stored.entries),
+        code_bytes=sum(
+            (folder / name).stat().st_size for name in (PROGRAM, *more) if name.endswith(".pt2")
+        ),
         control_size_bytes=control_size_bytes,
         card=bundle.card.model_dump(mode="json", exclude_none=True),
         card_folder=str(bundle.card.folder),
@@ -192,10 +207,12 @@ def make_checks(bundle: ModelBundle) -> dict[str, Tensor]:
     return {name: value.contiguous().clone() for name, value in tensors.items()}
 
 
-def _operators(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
+def _operators(bundle: ModelBundle) -> tuple[str, ...]:
+    programs = [each.program for each in (bundle, bundle.requests) if each is not None]
     spaces = {
         str(node.target).split(".")[0]
-        for node in graph_module.graph.nodes
+        for program in programs
+        for node in program.graph_module.graph.nodes
         if node.op == "call_function"
     }
     return tuple(sorted(spaces & {"fbgemm", "rankopt"}))

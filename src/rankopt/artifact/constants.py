@@ -19,27 +19,38 @@ ALIGNMENT = 64
 
 
 def write_constants(constants: Mapping[str, Tensor], file: Path) -> tuple[ConstantEntry, ...]:
-    """Write tensors behind each other and say where each one lies."""
-    entries = []
+    """Write tensors behind each other and say where each one lies; equal bytes lie once."""
+    entries: list[ConstantEntry] = []
+    places: dict[str, int] = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as stream:
         for name, value in sorted(constants.items()):
-            stream.write(bytes(-stream.tell() % ALIGNMENT))
             data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            digest = hashlib.sha256(data).hexdigest()
+            is_new = digest not in places
+            if is_new:
+                stream.write(bytes(-stream.tell() % ALIGNMENT))
+                places[digest] = stream.tell()
             entries.append(
                 ConstantEntry(
                     name=name,
                     dtype=str(value.dtype).removeprefix("torch."),
                     shape=tuple(value.shape),
-                    offset=stream.tell(),
+                    offset=places[digest],
                     size_bytes=data.nbytes,
-                    sha256=hashlib.sha256(data).hexdigest(),
+                    sha256=digest,
                 )
             )
-            stream.write(data)
+            if is_new:
+                stream.write(data)
         if stream.tell() == 0:
             stream.write(bytes(ALIGNMENT))  # an empty file cannot be mapped
     return tuple(entries)
+
+
+def stored_bytes(entries: Sequence[ConstantEntry]) -> int:
+    """Count the bytes of constants, those that lie in one place once."""
+    return sum({entry.offset: entry.size_bytes for entry in entries if entry.size_bytes}.values())
 
 
 def map_constants(entries: Sequence[ConstantEntry], file: Path) -> dict[str, Tensor]:

@@ -19,6 +19,10 @@ PROGRAM = "model.pt2"
 CONSTANTS = "weights/constants.bin"
 CHECKS = "checks.safetensors"
 PASSES = "passes.json"
+REQUEST_PROGRAM = "requests.pt2"
+REQUEST_CHECKS = "request-checks.safetensors"
+REQUEST_CONSTANTS = "requests/"
+"""Begins the names of constants that the second form reads; equal bytes are stored once."""
 
 
 class _Frozen(BaseModel):
@@ -50,6 +54,19 @@ class PartEntry(_Frozen):
     """Digest of the calls: compiled code fits parts of the same one alone."""
     why: str
     size_bytes: int
+
+
+class RequestForm(_Frozen):
+    """The form of a call that brings request-level inputs once, and `request_index`."""
+
+    constants: tuple[ConstantEntry, ...]
+    packed_for_fbgemm: dict[str, tuple[str, str]] = Field(default_factory=dict)
+    counted_candidates: int
+    """Candidates of the one request that operations were counted for."""
+    operations: int
+    """Multiply-adds of that call."""
+    operations_before: int
+    """Multiply-adds of the same candidates in the plain form."""
 
 
 class OutputEntry(_Frozen):
@@ -85,6 +102,8 @@ class Manifest(_Frozen):
     constants: tuple[ConstantEntry, ...]
     packed_for_fbgemm: dict[str, tuple[str, str]] = Field(default_factory=dict)
     """Handle constant -> its weight and scale constants, packed when the artifact is loaded."""
+    requests: RequestForm | None = None
+    """None where the artifact takes the plain form alone."""
     parts: tuple[PartEntry, ...] = ()
     """Submodules that stay eager. An artifact that has any needs Python, and their code."""
     part_code: dict[str, str] = Field(default_factory=dict)

@@ -22,6 +22,8 @@ from rankopt.artifact.manifest import (
     CONSTANTS,
     MANIFEST,
     PASSES,
+    REQUEST_CHECKS,
+    REQUEST_CONSTANTS,
     ConstantEntry,
     Manifest,
     card_of,
@@ -30,6 +32,7 @@ from rankopt.artifact.manifest import (
     sha256_file,
 )
 from rankopt.artifact.parts import PARTS, mismatches, write_parts
+from rankopt.artifact.requests import named_for_requests, write_request_checks
 from rankopt.artifact.verify import verify_artifact
 from rankopt.bundle import ModelBundle, build_bundle
 from rankopt.capture.export import trace_example
@@ -42,6 +45,7 @@ from rankopt.kernels.ops import current_isa
 from rankopt.models.build import build_model
 from rankopt.output import staged_output
 from rankopt.passes.base import PassContext
+from rankopt.passes.forms import apply_to_forms
 from rankopt.runtime import check_machine, load_operators
 
 AGAIN = "Build it anew: rankopt optimize RECIPE --model CARD --checkpoint CHECKPOINT --out DIR"
@@ -89,7 +93,7 @@ def refresh_artifact(
         parts = _matching_parts(source, manifest, bundle)
         progress("writing the weights")
         for name in (*manifest.files, PASSES):
-            if name not in (CONSTANTS, CHECKS) and not name.startswith(f"{PARTS}/"):
+            if name not in (CONSTANTS, CHECKS, REQUEST_CHECKS) and not name.startswith(f"{PARTS}/"):
                 (stage / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source / name, stage / name)
         _write_weights(stage, manifest, bundle, constants, parts)
@@ -141,7 +145,7 @@ def _rebuild(
     for step, record in zip(recipe.passes, records, strict=True):
         if record.kept and step.purpose != "artifact":
             progress(f"{step.kind}: rewriting")
-            bundle = step.apply(bundle, PassContext(environment, workdir))
+            bundle = apply_to_forms(step, bundle, PassContext(environment, workdir))
     return bundle
 
 
@@ -151,16 +155,22 @@ def _matching_constants(source: Path, manifest: Manifest, bundle: ModelBundle) -
     The compiler leaves out constants that nothing reads, so the bundle may hold more.
     """
     available = bundle.constants
+    entries = list(manifest.constants)
+    if manifest.requests is not None:
+        if bundle.requests is None:
+            raise ArtifactError(
+                f"{source}: with the new weights no pass makes the form with request_index. {AGAIN}"
+            )
+        entries += manifest.requests.constants
+        available |= named_for_requests(bundle.requests.constants)
     problems = [
-        problem
-        for entry in manifest.constants
-        if (problem := _mismatch(source, entry, available)) is not None
+        problem for entry in entries if (problem := _mismatch(source, entry, available)) is not None
     ]
     if problems:
         raise ArtifactError(
             f"{source}: the new weights do not fit the compiled graph. {AGAIN}", problems=problems
         )
-    return {entry.name: available[entry.name] for entry in manifest.constants}
+    return {entry.name: available[entry.name] for entry in entries}
 
 
 def _matching_parts(source: Path, manifest: Manifest, bundle: ModelBundle) -> dict[str, EagerPart]:
@@ -201,14 +211,23 @@ def _write_weights(
     entries = write_constants(without_handles(constants, parts), stage / CONSTANTS)
     stored = write_parts(parts, stage)
     save_file(make_checks(bundle), stage / CHECKS)
-    changed = {name: sha256_file(stage / name) for name in (CONSTANTS, CHECKS, *stored.files)}
+    more: tuple[str, ...] = ()
+    requests = manifest.requests
+    if requests is not None:
+        write_request_checks(bundle, stage)
+        more = (REQUEST_CHECKS,)
+        own = tuple(entry for entry in entries if entry.name.startswith(REQUEST_CONSTANTS))
+        requests = requests.model_copy(update={"constants": own})
+    written = (CONSTANTS, CHECKS, *more, *stored.files)
+    changed = {name: sha256_file(stage / name) for name in written}
     kept = {
         name: digest for name, digest in manifest.files.items() if not name.startswith(f"{PARTS}/")
     }
     refreshed = manifest.model_copy(
         update={
             "made_at": now(),
-            "constants": entries,
+            "constants": tuple(e for e in entries if not e.name.startswith(REQUEST_CONSTANTS)),
+            "requests": requests,
             "files": {**kept, **changed},
             "parts": stored.entries,
             "part_code": dict(stored.code),

@@ -89,6 +89,8 @@ def _verify_here(folder: Path) -> Verification:
     problems: list[str] = []
     try:
         difference, sizes = _compare(artifact, folder, manifest, problems)
+        if manifest.requests is not None:
+            difference = max(difference, _compare_requests(artifact, folder, manifest, problems))
         alone = _rows_alone(artifact, manifest) if manifest.min_batch == 1 else None
     except RankoptError as error:  # a part that stays eager may raise
         return Verification(artifact=str(folder), problems=(str(error),))
@@ -140,6 +142,27 @@ def _compare(
                     f"its spread; allowed is {manifest.tolerance}"
                 )
     return largest, tuple(sizes)
+
+
+def _compare_requests(
+    artifact: Any, folder: Path, manifest: Manifest, problems: list[str]
+) -> float:
+    """Run the calls with request_index that the artifact carries."""
+    from rankopt.artifact.requests import request_checks
+
+    calls = request_checks(folder)
+    largest = 0.0
+    for features, expected in calls:
+        scores = artifact(features)
+        for name, reference in expected.items():
+            share = _share(scores[name], reference, [call[1][name] for call in calls])
+            largest = max(largest, share)
+            if not share <= manifest.tolerance:
+                problems.append(
+                    f"output {name} of {len(reference)} candidates with request_index differs from "
+                    f"the bundle's by {share:.3g} of its spread; allowed is {manifest.tolerance}"
+                )
+    return largest
 
 
 def _share(score: Any, reference: Any, references: list[Any]) -> float:

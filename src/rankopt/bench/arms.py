@@ -37,7 +37,7 @@ class ArmSpec(BaseModel):
         checkpoint: overrides the card's own.
         artifact: the artifact folder.
         num_threads: the arm's own thread budget; the plan's when None.
-        options: what a further kind needs; the two built-in kinds read none.
+        options: what a further kind needs, such as `request_size` of `requests`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,6 +80,7 @@ ARM_LOADERS: dict[str, Callable[[ArmSpec], ArmCallable] | str] = {
     "eager": _load_eager,
     "artifact": _load_artifact,
     "peer": "rankopt.bench.peers.arm:load_peer_arm",
+    "requests": "rankopt.bench.request_rows:load_requests",
 }
 """Kind -> loader, or its `module:function`, which is imported in the worker only."""
 

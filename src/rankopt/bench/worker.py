@@ -190,7 +190,8 @@ class ArmWorker:
         for begin in range(start, stop, batch_size):
             end = min(begin + batch_size, stop)
             first = max(0, end - batch_size)
-            for name, tensor in run(rows.window(first, end - first)).items():
+            window = self._prepared(rows.window(first, end - first))
+            for name, tensor in run(window).items():
                 scores = tensor.detach().float().cpu().numpy().reshape(-1)
                 if scores.size != end - first:
                     raise ArmError(
@@ -251,8 +252,14 @@ class ArmWorker:
             count = max(1, min(wanted, rows.num_rows // batch_size))
             starts = [index * rows.num_rows // count for index in range(count)]
             # One batch size at a time: windows of the others would only hold memory.
-            self._windows = {batch_size: [rows.window(start, batch_size) for start in starts]}
+            windows = [self._prepared(rows.window(start, batch_size)) for start in starts]
+            self._windows = {batch_size: windows}
         return self._windows[batch_size]
+
+    def _prepared(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Bring features into the form that the arm is called with, where it has one of its own."""
+        prepare = getattr(self._run, "prepare", None)
+        return features if prepare is None else prepare(features)
 
     def _lead_in(self, windows: Sequence[dict[str, Tensor]], first: int, duration_ns: int) -> None:
         begun, index = time.perf_counter_ns(), first

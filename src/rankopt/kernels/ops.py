@@ -183,6 +183,10 @@ def aoti_c_shims() -> dict[Any, list[str]]:
             "AOTITorchError aoti_torch_cpu_linear_fbgemm(AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle*)"
         ],
+        ops.request_matmul.default: [
+            "AOTITorchError aoti_torch_cpu_request_matmul(AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle, AtenTensorHandle*)"
+        ],
         ops.gru.default: [
             "AOTITorchError aoti_torch_cpu_gru(AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, "

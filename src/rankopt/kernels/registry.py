@@ -47,9 +47,23 @@ from rankopt.kernels.parity import (
     make_linear_inputs,
     make_recurrent_inputs,
 )
+from rankopt.kernels.requests import (
+    REQUEST_CASES,
+    RequestCase,
+    reference_request_matmul,
+    request_arguments,
+)
 
 Arguments = tuple[Any, ...]
-Case = LinearCase | RecurrentCase | LookupCase | InteractionCase | AttentionCase | MlpCase
+Case = (
+    LinearCase
+    | RecurrentCase
+    | LookupCase
+    | InteractionCase
+    | AttentionCase
+    | MlpCase
+    | RequestCase
+)
 
 
 @dataclass(frozen=True)
@@ -282,6 +296,14 @@ KERNELS: dict[str, Kernel] = {
             cases=attention_cases.TARGET_CASES,
             arguments=attention_cases.target_arguments,
             allowance=attention_cases.target_allowance,
+            isas=True,
+        ),
+        Kernel(
+            name="request_matmul",
+            reference=reference_request_matmul,
+            cases=REQUEST_CASES,
+            arguments=request_arguments,
+            allowance=None,
             isas=True,
         ),
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rankopt.environment import Environment
     from rankopt.models.card import ModelCard
 
-Purpose = Literal["latency", "bytes", "artifact"]
+Purpose = Literal["latency", "bytes", "requests", "artifact"]
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Pass(BaseModel):
     Class attributes:
         kind: the YAML key, the file's name and the registry's key.
         purpose: what the pass is for; the pipeline drops it when its interval shows that it fails
-            this (`bytes` passes are judged on the latency of the whole candidate instead).
+            this (`bytes` passes are judged on the latency of the whole candidate instead,
+            `requests` passes on calls of whole requests).
         requires, forbids, provides: facts about the bundle; order is checked from these alone.
     """
 

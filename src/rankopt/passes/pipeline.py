@@ -13,6 +13,7 @@ from rankopt.environment import Environment
 from rankopt.errors import ArtifactError, ExportError, RecipeError
 from rankopt.passes.base import Pass, PassContext
 from rankopt.passes.decision import Gain, decide, missed_gates, slow_byte_savers
+from rankopt.passes.forms import apply_to_forms
 from rankopt.passes.trial import Trial, TrialBench
 from rankopt.passes.tuning_quality import TuningQuality
 from rankopt.recipe import Recipe
@@ -112,7 +113,7 @@ def _measure(
     before = current.bundle
     blank = PassRecord(kind=step.kind, changed=False, kept=False, reason="")
     try:
-        after = step.apply(before, context)
+        after = apply_to_forms(step, before, context)
         record = blank.model_copy(
             update={
                 "bytes_before": before.size_bytes,
@@ -132,7 +133,11 @@ def _measure(
     except ExportError as error:
         reason = f"dropped, it does not compile here: {str(error).splitlines()[0]}"
         return _Step(current, _timed(blank, started_ns, reason=reason))
-    gain = bench.time(current, trial, step.kind)
+    request_size = getattr(step, "request_size", None)
+    if step.purpose == "requests" and request_size is not None:
+        gain = bench.time_requests(trial, request_size)
+    else:
+        gain = bench.time(current, trial, step.kind)
     kept, reason = decide(step.purpose, gain, before.size_bytes, after.size_bytes)
     record = _with_times(record, gain, largest_drift(before, after))
     return _Step(
@@ -186,7 +191,7 @@ def _replay(
     for step, record in zip(rewrites, choices, strict=True):
         if record.kept:
             context = PassContext(environment, workdir)
-            current = step.apply(current, context)
+            current = apply_to_forms(step, current, context)
             record = record.model_copy(update={"details": tuple(context.notes)})
         records.append(record)
     return bench.compile(current, "chosen"), records

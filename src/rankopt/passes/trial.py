@@ -15,6 +15,7 @@ from rankopt.bench.ab import latency_rows
 from rankopt.bench.arms import ArmSpec
 from rankopt.bench.local_backend import LocalBackend
 from rankopt.bench.plan import BenchPlan
+from rankopt.bench.request_rows import whole_requests
 from rankopt.bench.rows_file import write_rows
 from rankopt.bench.timing import time_arms
 from rankopt.bundle import ModelBundle
@@ -36,6 +37,8 @@ TRIAL_PLAN = BenchPlan(
     target_relative_width=0.06,
 )
 """Enough to tell a pass that loses from one that wins; the A/B measures the whole more closely."""
+
+TIMED_REQUESTS = 16
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class TrialBench:
         self._recipe = recipe
         self._progress = progress
         self._detail = detail
+        self._rows = rows
         self._rows_file = write_rows(rows, context.workdir / "tuning-rows.safetensors")
         self._count = 0
 
@@ -102,6 +106,23 @@ class TrialBench:
         """Time the trial before and the new one in turns."""
         self._progress(f"{name}: timing against the step before")
         return combine(self._paired(_arm("before", before), _arm("after", after)))
+
+    def time_requests(self, trial: Trial, request_size: int) -> Gain:
+        """Time whole requests in turns: a row for every candidate, then the form for requests."""
+        self._progress(f"timing requests of {request_size} candidates in both forms")
+        rows = whole_requests(self._rows, trial.bundle.card, request_size, TIMED_REQUESTS)
+        file = write_rows(rows, self._context.workdir / "requests.safetensors")
+        plain = _arm("before", trial)
+        hoisted = plain.model_copy(
+            update={
+                "label": "after",
+                "kind": "requests",
+                "options": {"request_size": request_size},
+            }
+        )
+        plan = self._plan.model_copy(update={"batch_sizes": (request_size,)})
+        records = time_arms([plain, hoisted], file, plan, LocalBackend(), progress=self._detail)
+        return combine(latency_rows(records, plain.label, hoisted.label))
 
     def against_control(self, trial: Trial) -> list[LatencyRow]:
         """Time a trial and the eager control in turns."""
