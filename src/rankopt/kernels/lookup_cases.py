@@ -75,11 +75,12 @@ def _grid() -> Iterator[LookupCase]:
             yield LookupCase(num_rows, dim, dtype, form)
     id_types: tuple[IdType, ...] = ("int32", "float32")
     read_any: tuple[Form, ...] = ("single", "flat", "rectangle", "sum")
-    for id_type, form in itertools.product(id_types, read_any):
-        yield LookupCase(70, 16, "int8", form, id_type=id_type)
-    for form in forms:
-        yield LookupCase(33, 24, "fp32", form, nonfinite=True)
-        yield LookupCase(33, 24, "fp16", form, nonfinite=True)
+    for id_type in id_types:
+        for read in read_any:
+            yield LookupCase(70, 16, "int8", read, id_type=id_type)
+    for read in forms:
+        yield LookupCase(33, 24, "fp32", read, nonfinite=True)
+        yield LookupCase(33, 24, "fp16", read, nonfinite=True)
     # More lookups than are fetched at once, and enough rows that several threads share them.
     yield LookupCase(1, 16, "int8", "single", num_tables=150)
     yield LookupCase(3, 16, "fp32", "flat", num_tables=70)
