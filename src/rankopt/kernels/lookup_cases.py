@@ -68,8 +68,8 @@ def _grid() -> Iterator[LookupCase]:
     for dtype, dim, num_rows, form in itertools.product(_DTYPES, widths, batches, forms):
         if _fits(dim, dtype):
             yield LookupCase(num_rows, dim, dtype, form)
-    others: tuple[Form, ...]
-    others = ("flat", "rectangle", "mean_rectangle", "closed", "empty", "long", "mixed")
+    lists: tuple[Form, ...] = ("closed", "empty", "long", "mixed")
+    others: tuple[Form, ...] = ("flat", "rectangle", "mean_rectangle", *lists)
     for dtype, dim, num_rows, form in itertools.product(_DTYPES, (8, 20, 300), (1, 7, 65), others):
         if _fits(dim, dtype):
             yield LookupCase(num_rows, dim, dtype, form)
