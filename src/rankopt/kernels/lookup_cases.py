@@ -70,9 +70,10 @@ def _grid() -> Iterator[LookupCase]:
             yield LookupCase(num_rows, dim, dtype, form)
     lists: tuple[Form, ...] = ("closed", "empty", "long", "mixed")
     others: tuple[Form, ...] = ("flat", "rectangle", "mean_rectangle", *lists)
-    for dtype, dim, num_rows, form in itertools.product(_DTYPES, (8, 20, 300), (1, 7, 65), others):
+    for dtype, dim, num_rows in itertools.product(_DTYPES, (8, 20, 300), (1, 7, 65)):
         if _fits(dim, dtype):
-            yield LookupCase(num_rows, dim, dtype, form)
+            for other in others:
+                yield LookupCase(num_rows, dim, dtype, other)
     id_types: tuple[IdType, ...] = ("int32", "float32")
     read_any: tuple[Form, ...] = ("single", "flat", "rectangle", "sum")
     for id_type in id_types:
