@@ -97,8 +97,10 @@ def emit_groups(
     weights: dict[str, torch.Tensor] = {}
     for lookup in (lookup for group in groups for lookup in group.lookups):
         weights[lookup.table] = _without_padding_row(lookup, weights.get(lookup.table))
-    names = list(weights)
-    batch, storage = pack_batch(names, list(weights.values()), [dtypes[name] for name in names])
+    # By name: two forms of a model that look the same tables up in another order share the store.
+    names = sorted(weights)
+    rows = [weights[name] for name in names]
+    batch, storage = pack_batch(names, rows, [dtypes[name] for name in names])
     store = add_constant(module, "tables", storage)
     edges = memory_edges(module.graph)
     for group in groups:
