@@ -99,8 +99,8 @@ def emit_groups(
         weights[lookup.table] = _without_padding_row(lookup, weights.get(lookup.table))
     # By name: two forms of a model that look the same tables up in another order share the store.
     names = sorted(weights)
-    rows = [weights[name] for name in names]
-    batch, storage = pack_batch(names, rows, [dtypes[name] for name in names])
+    tables = [weights[name] for name in names]
+    batch, storage = pack_batch(names, tables, [dtypes[name] for name in names])
     store = add_constant(module, "tables", storage)
     edges = memory_edges(module.graph)
     for group in groups:
