@@ -53,7 +53,7 @@ class TableSlot:
 
 @dataclass(frozen=True)
 class TableBatch:
-    """The tables that one lookup call reads, in order of first use."""
+    """The tables that the lookup calls of one store read, by name."""
 
     slots: tuple[TableSlot, ...]
 

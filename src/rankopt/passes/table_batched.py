@@ -110,8 +110,10 @@ def emit_groups(
     every = [lookup for group in groups for lookup in group.lookups]
     for lookup in every:
         weights[lookup.table] = _without_padding_row(lookup, weights.get(lookup.table))
-    names = list(weights)
-    batch, storage = pack_batch(names, list(weights.values()), [dtypes[name] for name in names])
+    # By name: two forms of a model that look the same tables up in another order share the store.
+    names = sorted(weights)
+    tables = [weights[name] for name in names]
+    batch, storage = pack_batch(names, tables, [dtypes[name] for name in names])
     store = add_constant(module, "tables", storage)
     writer = _Writer(module, store, batch, [lookup.node for lookup in every])
     for group in groups:
