@@ -129,13 +129,13 @@ PAIRS = NUM_FIELDS * (NUM_FIELDS - 1) // 2
         (einsum_with_diagonal, DIM + PAIRS + NUM_FIELDS, (True, True)),
     ],
 )
-def test_a_dot_interaction_is_one_call_on_two_pieces(
+def test_a_dot_interaction_is_one_call_on_what_the_lookup_wrote(
     score: Score, width: int, kind: tuple[bool, bool]
 ) -> None:
     _, _, bundle, notes = fuse(score, width)
     (call,) = calls(bundle, DOT)
     before, fields, dim, upper, diagonal, _ = arguments(call)
-    assert [len(before), len(fields), dim] == [1, 2, DIM]
+    assert [len(before), len(fields), dim] == [1, 1, DIM]
     assert (upper, diagonal) == kind
     assert notes == []
     gone = ("bmm", "matmul", "einsum", "cat", "stack", "index")
@@ -291,7 +291,7 @@ def test_a_factorization_machine_is_one_call(score: Score, doubled: bool) -> Non
     _, _, bundle, notes = fuse(score)
     (call,) = calls(bundle, SUM)
     fields, dim, total, _ = arguments(call)
-    assert [len(fields), dim, total] == [2, DIM, True]
+    assert [len(fields), dim, total] == [1, DIM, True]
     assert len(calls(bundle, torch.ops.aten.mul.Tensor)) == doubled
     assert not targets(bundle) & {"aten.sub.Tensor", "aten.stack.default"}
     assert notes == []

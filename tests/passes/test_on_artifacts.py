@@ -201,4 +201,7 @@ def test_stored_bytes_fall_as_the_types_say() -> None:
     sizes = {name: built(name).bundle.size_bytes for name in EXACT if name.startswith("zoo")}
     assert sizes["zoo-mixed"] < 0.75 * sizes["zoo-plain"]
     assert sizes["zoo-fused-mixed"] < 0.75 * sizes["zoo-fused"]
-    assert sizes["zoo-fused"] < sizes["zoo-plain"] + 500
+    constants = built("zoo-fused").bundle.constants
+    plans = sum(value.nbytes for name, value in constants.items() if "plan" in name)
+    assert 0 < plans < 2_000
+    assert sizes["zoo-fused"] < sizes["zoo-plain"] + plans + 500

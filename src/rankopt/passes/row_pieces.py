@@ -131,7 +131,7 @@ def _can_stand_beside(leaf: Node, rows: str, tainted: Set[Node]) -> bool:
 
 
 def span_of(found: Joined, places: Mapping[Node, tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the columns that a concatenation takes in a result that holds its pieces; or None."""
+    """Return where a concatenation lies in a result that holds its pieces: first column, width."""
     begin = end = None
     for leaf in found.leaves:
         if leaf not in places or (end is not None and places[leaf][0] != end):
@@ -139,4 +139,4 @@ def span_of(found: Joined, places: Mapping[Node, tuple[int, int]]) -> tuple[int,
         start, width = places[leaf]
         begin = start if begin is None else begin
         end = start + width
-    return None if begin is None or end is None else (begin, end)
+    return None if begin is None or end is None else (begin, end - begin)
