@@ -35,7 +35,6 @@ from rankopt.models.build import build_model
 from rankopt.models.card import ModelCard, load_card
 from rankopt.passes.base import PassContext
 from rankopt.passes.forms import apply_to_forms
-from rankopt.passes.hoisting.count import operations_left
 from rankopt.recipe import parse_pass
 from rankopt.runtime import load_artifact
 from rankopt.units import format_duration
@@ -83,13 +82,13 @@ def _measure_one(model: str, settings: dict[str, Any], folder: Path) -> dict[str
     )
     plan = BenchPlan.model_validate(settings["plan"])
     (line,) = time_pair(row_arm, request_arm, rows, plan, progress=lambda _: None)
-    left, before = operations_left(bundle, bundle.requests, request_size)
+    count = bundle.requests.operations
     return {
         "model": model,
         "request_size": request_size,
-        "operations_before": before,
-        "operations_left": left,
-        "operations_ratio": before / left,
+        "operations_before": count.before,
+        "operations_left": count.left,
+        "operations_ratio": count.before / count.left,
         "rows_p50_ns": line.control_p50_ns,
         "requests_p50_ns": line.candidate_p50_ns,
         "speedup": line.speedup,

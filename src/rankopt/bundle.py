@@ -25,6 +25,21 @@ from rankopt.tables import TableBatch
 
 
 @dataclass(frozen=True)
+class OperationCount:
+    """Multiply-adds of one request, counted before any pass has put other operators into a graph.
+
+    Attributes:
+        candidates: of the request.
+        left: in the form that takes request-level inputs once.
+        before: in the plain form.
+    """
+
+    candidates: int
+    left: int
+    before: int
+
+
+@dataclass(frozen=True)
 class ModelBundle:
     """A model on its way to an artifact.
 
@@ -40,6 +55,7 @@ class ModelBundle:
         form: `rows` takes a row of every input for each candidate, `requests` takes request-level
             inputs once for each request and `request_index`.
         requests: the same model in the form `requests`, where a pass has made one.
+        operations: of the form `requests`: what it saves on paper.
     """
 
     card: ModelCard
@@ -52,6 +68,7 @@ class ModelBundle:
     capture: tuple[str, ...] = ()
     form: Literal["rows", "requests"] = "rows"
     requests: ModelBundle | None = None
+    operations: OperationCount | None = None
 
     @property
     def input_names(self) -> tuple[str, ...]:

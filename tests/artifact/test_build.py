@@ -41,7 +41,9 @@ def test_the_folder_holds_what_the_manifest_hashes() -> None:
 def test_sizes_are_those_of_what_is_stored(name: str) -> None:
     made = built(name)
     manifest = read_manifest(made.folder)
-    assert manifest.size_bytes == sum(entry.size_bytes for entry in manifest.constants)
+    # Constants of equal bytes lie in the file once.
+    stored = {entry.offset: entry.size_bytes for entry in manifest.constants}
+    assert manifest.size_bytes == sum(stored.values())
     # Constants that the compiled graph drops may be left out; nothing is stored beside them.
     assert 0.95 * made.bundle.size_bytes <= manifest.size_bytes <= made.bundle.size_bytes
     on_disk = (made.folder / CONSTANTS).stat().st_size
@@ -77,7 +79,7 @@ def test_the_manifest_says_where_it_was_made() -> None:
 
 
 def test_operators_are_named_for_the_loader() -> None:
-    assert read_manifest(built("zoo-fused").folder).operators == ("fbgemm",)
+    assert read_manifest(built("zoo-fused").folder).operators == ("rankopt",)
     assert read_manifest(built("zoo-plain").folder).operators == ()
 
 

@@ -66,17 +66,17 @@ def test_an_arm_of_the_wrong_shape_is_named(rows, card, plan, arm, tmp_path):
 
 
 def test_an_output_that_the_card_names_and_the_arm_lacks_is_named(card):
-    from rankopt.bench.ab import _probabilities
+    from rankopt.bench.ab import probabilities_of
 
     with pytest.raises(ArmError, match=r"'control': gives outputs \['other'\].*\['score'\]"):
-        _probabilities({"other": np.zeros(2, dtype=np.float32)}, card, "control")
+        probabilities_of({"other": np.zeros(2, dtype=np.float32)}, card, "control")
 
 
 def test_logits_far_out_keep_their_tails(card):
-    from rankopt.bench.ab import _probabilities
+    from rankopt.bench.ab import probabilities_of
 
     logits = np.array([-100, -40, 0, 40, 100], dtype=np.float32)
-    got = _probabilities({"score": logits}, card, "control")["score"]
+    got = probabilities_of({"score": logits}, card, "control")["score"]
     np.testing.assert_allclose(got[:3], [np.exp(-100.0), np.exp(-40.0), 0.5], rtol=1e-12)
     np.testing.assert_allclose(got[3:], 1.0)
 

@@ -246,9 +246,8 @@ def test_passes_behind_it_rewrite_both_forms(name: str) -> None:
     assert float((scores - expected).abs().max()) < allowed
 
 
-@pytest.mark.parametrize("name", ["din", "dlrm"])
-def test_tables_are_stored_once_for_both_forms(name: str) -> None:
-    bundle = hoisted_bundle(name)
+def test_tables_are_stored_once_where_both_forms_join_the_same_lookups() -> None:
+    bundle = hoisted_bundle("dlrm")
     for step in (FuseEmbeddings(), QuantizeEmbeddings()):
         bundle = apply_to_forms(step, bundle, context())
     mine, other = bundle.constants, form_of(bundle).constants

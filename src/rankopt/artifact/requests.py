@@ -27,12 +27,10 @@ from rankopt.bundle import ModelBundle
 from rankopt.capture.export import MAX_BATCH
 from rankopt.capture.requests import REQUEST_INDEX, random_requests
 from rankopt.errors import Problem
-from rankopt.passes.hoisting.count import operations_left
 
 CHECK_SIZES = ((1,), (2, 1, 4), (64,))
 """Candidates of each request in the calls that an artifact is checked on."""
 CHECK_SEED = 20_240_301
-COUNTED_CANDIDATES = 500
 
 
 class RequestContract:
@@ -96,15 +94,15 @@ def request_form(bundle: ModelBundle, entries: Sequence[ConstantEntry]) -> Reque
     from rankopt.passes.quantize_dense import fbgemm_layers
 
     other = bundle.requests
-    if other is None:
+    if other is None or other.operations is None:
         raise ValueError("the bundle has no second form")
-    left, before = operations_left(bundle, other, COUNTED_CANDIDATES)
+    count = other.operations
     return RequestForm(
         constants=tuple(entry for entry in entries if entry.name.startswith(REQUEST_CONSTANTS)),
         packed_for_fbgemm=fbgemm_layers(other.program.module(check_guards=False)),
-        counted_candidates=COUNTED_CANDIDATES,
-        operations=left,
-        operations_before=before,
+        counted_candidates=count.candidates,
+        operations=count.left,
+        operations_before=count.before,
     )
 
 

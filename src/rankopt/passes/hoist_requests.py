@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rankopt.artifact.contract import contract_of
-from rankopt.bundle import ModelBundle
+from rankopt.bundle import ModelBundle, OperationCount
 from rankopt.capture.requests import (
     REQUEST_INDEX,
     export_requests,
@@ -102,12 +102,17 @@ class HoistRequests(Pass):
             )
             return bundle
         left, before = operations_left(bundle, hoisted, self.request_size)
+        count = OperationCount(self.request_size, left, before)
         context.note(
             f"{left:,} of {before:,} multiply-adds are left for a request of {self.request_size} "
             f"candidates; scores differ by at most {difference:.2g}"
         )
         provided = bundle.provided | self.provides
-        return replace(bundle, requests=replace(hoisted, provided=provided), provided=provided)
+        return replace(
+            bundle,
+            requests=replace(hoisted, provided=provided, operations=count),
+            provided=provided,
+        )
 
     def _refusal(self, bundle: ModelBundle) -> str | None:
         """Say what rules hoisting out; None where nothing does."""
