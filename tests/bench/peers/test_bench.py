@@ -82,7 +82,7 @@ def test_arms_that_run_and_arms_that_do_not(suite, cli, tmp_path):
     assert rows["fake_wrong", 1]["p50_ns"] < rows["eager", 1]["p50_ns"]
     # The faster of the two settings, although it came second.
     assert rows["fake_busy", 1]["setting"] == {"busy_us": 1_000}
-    assert rows["fake_busy", 1]["p50_ns"] > 1e6
+    assert rows["fake_busy", 1]["p50_ns"] > 0.9e6
 
     errors = {item["arm"]: item["error"] for item in result["not_run"]}
     assert set(errors) == {"fake_dies", "fake_broken", "fake_missing", "torchrec_int8"}
