@@ -23,6 +23,8 @@ from rankopt.passes.quantize_dense import QuantizeDense
 WIDTH = 1024
 NUM_IDS = 500
 DIM = 8
+NUM_INPUTS = 2 * DIM + 4
+"""Of the first layer."""
 NET = f"""
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ class Net(nn.Module):
         super().__init__()
         self.user = nn.Embedding({NUM_IDS}, {DIM})
         self.item = nn.Embedding({NUM_IDS}, {DIM})
-        self.first = nn.Linear({2 * DIM} + 4, {WIDTH})
+        self.first = nn.Linear({NUM_INPUTS}, {WIDTH})
         self.wide = nn.Linear({WIDTH}, {WIDTH})
         self.last = nn.Linear({WIDTH}, 1)
 

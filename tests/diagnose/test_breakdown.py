@@ -14,13 +14,14 @@ from rankopt.bench.rows_file import RowsFile, write_rows
 from rankopt.diagnose.breakdown import Subject, break_down
 from rankopt.diagnose.machine import machine_peaks
 from rankopt.diagnose.process import where_time_goes
-from rankopt.diagnose.profile import CompiledProfile, EagerProfile
+from rankopt.diagnose.profile import CompiledProfile, EagerProfile, Notes, Site
 from rankopt.diagnose.quantise import quantise_ns
 from rankopt.diagnose.rows_read import rows_read
 from rankopt.diagnose.schema import BatchRow, GatherPeak, MachinePeaks, ReadPeak
 from rankopt.diagnose.timing import Effort, timing, windows_of
 from rankopt.diagnose.twin import build_twin
 from rankopt.errors import EnvironmentProblem, UsageError
+from rankopt.kernels.packing import pack_linear_int8
 from rankopt.models.build import build_module
 from rankopt.models.serving import EagerModel
 from rankopt.runtime import load_artifact
@@ -84,17 +85,17 @@ def test_the_dense_part_of_the_planted_artifact_dominates(tmp_path: Path) -> Non
     assert row.parts[0].part == "dense"
     assert row.parts[0].time.p50_ns > 0.4 * sum(part.time.p50_ns for part in row.parts)
     assert row.overhead_inside_p50_ns is not None
-    wide = max(row.operators, key=lambda operator: operator.time.p50_ns)
-    assert wide.name == "linear_int8"
-    assert wide.layer == "wide_packed"
-    assert wide.num_operations == 2 * BATCH * planted.WIDTH**2
-    expected = wide.num_operations / wide.time.p50_ns * 1e9
-    assert wide.operations_per_s == pytest.approx(expected)
-    assert wide.of_operations_peak == pytest.approx(expected / 1e12)
-    assert wide.quantise_p50_ns is not None
-    assert 0 <= wide.quantise_p50_ns < 0.5 * wide.time.p50_ns
+    chain = max(row.operators, key=lambda operator: operator.time.p50_ns)
+    assert (chain.name, chain.layer) == ("mlp_int8", "first_packed")
+    width = planted.WIDTH
+    assert chain.num_operations == 2 * BATCH * (planted.NUM_INPUTS * width + width**2 + width)
+    expected = chain.num_operations / chain.time.p50_ns * 1e9
+    assert chain.operations_per_s == pytest.approx(expected)
+    assert chain.of_operations_peak == pytest.approx(expected / 1e12)
+    assert chain.quantise_p50_ns is not None
+    assert 0 <= chain.quantise_p50_ns < 0.5 * chain.time.p50_ns
     (lookup,) = (operator for operator in row.operators if operator.part == "lookup")
-    # Rows of two fp32 tables, their ids and bag offsets, and what comes out.
+    # Rows of two fp32 tables alone, without ids and what comes out.
     assert lookup.bytes_per_s == pytest.approx(
         BATCH * 2 * planted.DIM * 4 / lookup.time.p50_ns * 1e9
     )
@@ -165,16 +166,28 @@ def test_the_rows_that_a_lookup_reads_are_found(tmp_path: Path) -> None:
 
 def test_only_wide_int8_layers_have_their_quantising_estimated(tmp_path: Path) -> None:
     sites, notes = artifact_subject(tmp_path).profile.note(planted.features(64))
-    found = {}
     for site, note in zip(sites, notes, strict=True):
-        estimate = quantise_ns(site.name, note)
-        if site.name == "linear_int8":
-            found[note.values[0]] = estimate
+        estimate = quantise_ns(site, note)
+        if site.name == "mlp_int8":
+            assert estimate is not None
+            assert estimate >= 0
         else:
             assert estimate is None
-    assert found[planted.WIDTH] is not None
-    assert found[planted.WIDTH] >= 0
-    assert found.get(1) is None
+
+
+def layer_notes(num_outputs: int) -> Notes:
+    packed = pack_linear_int8(torch.ones(num_outputs, 32, dtype=torch.int8))
+    constants = [packed, torch.ones(num_outputs)]
+    x = torch.zeros(64, 32, device="meta")
+    return Notes(constants, [x], [], [num_outputs, 8], [x, *constants])
+
+
+def test_one_layers_quantising_is_estimated_unless_it_is_narrow() -> None:
+    site = Site("linear_int8")
+    assert quantise_ns(site, layer_notes(8)) is None
+    wide = quantise_ns(site, layer_notes(256))
+    assert wide is not None
+    assert wide >= 0
 
 
 def test_few_calls_have_no_interval() -> None:

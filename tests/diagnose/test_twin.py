@@ -13,8 +13,10 @@ import torch
 from diagnose import planted
 from rankopt.artifact.manifest import PROGRAM
 from rankopt.diagnose import twin
+from rankopt.diagnose.kernel_work import mlp_layers
 from rankopt.diagnose.profile import Clock, CompiledProfile, same_scores
 from rankopt.errors import ArtifactError
+from rankopt.kernels.packing import packed_size_bytes
 from rankopt.runtime import load_artifact
 
 BODY = """
@@ -35,6 +37,7 @@ void AOTInductorModel::run_impl(
     AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_linear_int8(wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(buf0, 2, int_array_3, int_array_4, 0L)), top_packed, &temporary_reference(top_bias.get()), nullptr, 1L, 8L, &buf1_handle));
     RAIIAtenTensorHandle buf1(buf1_handle);
     AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_proxy_executor_call_function(proxy_executor, 1, 2, std::array<int64_t, 2>{12, -1}.data(), 3, std::array<AtenTensorHandle, 3>{top_packed, buf1, buf2}.data()));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mlp_int8(wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(buf1, 2, int_array_3, int_array_4, 0L)), std::array<AtenTensorHandle, 2>{top_packed.get(), buf2.get()}.cbegin(), 2, std::array<const AtenTensorHandle*, 2>{&temporary_reference(top_bias.get()), nullptr}.data(), 2, std::vector<const AtenTensorHandle*>{nullptr, nullptr}.data(), 2, nullptr, 0, &temporary_reference(std::array<int64_t, 2>{16L, 1L}.cbegin()), 2, "a,b", 8L, &buf4_handle));
     output_handles[0] = buf1.release();
 } // AOTInductorModel::run_impl
 """  # noqa: E501 - as the compiler writes it
@@ -52,13 +55,14 @@ def test_every_operator_gets_a_clock_and_nothing_else() -> None:
         "cpp_fused_cat_0",
         "linear_int8",
         "fbgemm::second",
+        "mlp_int8",
     ]
-    assert [site.generated for site in sites] == [False, True, False, False]
+    assert [site.generated for site in sites] == [False, True, False, False, False]
     assert sites[1].constants == ("top_bias",)
     assert sites[2].constants == ("top_packed", "top_bias")
     assert sites[2].origin == ("aten.view", "rankopt.linear_int8")
-    assert "rankopt_profile::Call rankopt_call(4);" in code
-    assert code.count("rankopt_profile::Site rankopt_site(") == 3
+    assert "rankopt_profile::Call rankopt_call(5);" in code
+    assert code.count("rankopt_profile::Site rankopt_site(") == 4
     # Every line of the original stands in it, in order.
     lines = iter(code.split("\n"))
     assert all(line in lines for line in CODE.split("\n"))
@@ -78,6 +82,30 @@ def test_arguments_are_noted_by_what_they_are() -> None:
     assert "note(3, 0, top_packed); rankopt_profile::note(3, 1, buf1); }" in noted[4]
     assert "note(3, 1, 12);" in noted[4]
     assert "note(3, 2, buf2);" in noted[5]
+
+
+def test_lists_are_taken_apart_in_the_order_of_the_arguments() -> None:
+    code, sites = twin.instrument(source())
+    before, after = [line for line in code.split("\n") if "noting) {" in line][-2:]
+    noted = [text.split(");")[0] for text in before.split("rankopt_profile::note(4, ")[2:]]
+    assert noted == [
+        "0, top_packed.get()",
+        "1, buf2.get()",
+        "1, 2",
+        "0, top_bias.get()",
+        *["1, 2"] * 2,
+        "1, 0",
+        "1, 16L",
+        "1, 1L",
+        "1, 2",
+        '1, "a,b"',
+        "1, 8L",
+    ]
+    assert "nullptr" not in before
+    assert "note(4, 2, buf4_handle);" in after
+    assert sites[4].optionals == ((True, False), (False, False))
+    assert sites[4].constants == ("top_packed", "top_bias")
+    assert all(site.optionals == () for site in sites[:4])
 
 
 def test_flags_are_those_of_the_last_compile_without_its_paths() -> None:
@@ -141,16 +169,26 @@ def test_notes_hold_what_each_operator_was_called_with(tmp_path: Path) -> None:
     found, notes = profile.note(features)
     assert found == sites[1:]
     by_name = {site.name: note for site, note in zip(found, notes, strict=True)}
-    lookup = by_name["fbgemm::int_nbit_split_embedding_codegen_lookup_function"]
-    wide = next(
-        note
-        for site, note in zip(found, notes, strict=True)
-        if site.name == "linear_int8" and note.inputs[0].shape[-1] == planted.WIDTH
-    )
-    assert tuple(wide.outputs[0].shape) == (5, planted.WIDTH)
-    assert wide.values[0] == planted.WIDTH
-    ids = next(t for t in lookup.inputs if t.dtype == torch.int64 and t.numel() == 10)
-    assert torch.equal(ids, features["ids"].t().reshape(-1))
+    assert by_name.keys() == {"lookup_rows", "mlp_int8"}
+    lookup, chain = by_name["lookup_rows"], by_name["mlp_int8"]
+    assert [tuple(t.shape) for t in lookup.outputs] == [(5, planted.NUM_INPUTS)]
+    # The bytes of the tables and the plan, which are constants, then the inputs of its list.
+    assert len(lookup.arguments) == 4
+    assert torch.equal(lookup.arguments[2], features["ids"])
+    assert tuple(lookup.arguments[3].shape) == (5, 4)
+    assert lookup.values == [2, 5, planted.NUM_INPUTS]
+    site = next(site for site in found if site.name == "mlp_int8")
+    layers = mlp_layers(site, chain)
+    assert layers is not None
+    assert [layer.num_outputs for layer in layers] == [planted.WIDTH, planted.WIDTH, 1]
+    assert [layer.negative_slope is not None for layer in layers] == [True, True, False]
+    sizes = [packed_size_bytes(planted.WIDTH, k) for k in (planted.NUM_INPUTS, planted.WIDTH)]
+    assert [layer.packed.numel() for layer in layers[:2]] == sizes
+    for layer in layers:
+        assert layer.scale is not None
+        assert layer.bias is not None
+        assert layer.scale.shape == layer.bias.shape == (layer.num_outputs,)
+        assert layer.peak is None
     # Nothing is kept when nobody asks.
     timed(features)
     assert torch.ops.rankopt.profile_notes()[0] == []

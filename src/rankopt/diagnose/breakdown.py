@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from rankopt.diagnose.costs import Cost, cost_of, describe_shapes, part_of, plain_name
+from rankopt.diagnose.costs import Cost, cost_of, describe_shapes, part_of
 from rankopt.diagnose.profile import Notes, Profiled, Scores, Site
 from rankopt.diagnose.quantise import quantise_ns
 from rankopt.diagnose.roofline import Limits, limits_of
@@ -131,7 +131,7 @@ def _operators(subject: Subject, windows: Sequence[dict[str, Tensor]]) -> list[_
                 cost=cost,
                 gather_ns=_gather_ns(read) if read else None,
                 row_bytes=row_bytes,
-                quantise_ns=quantise_ns(plain_name(site), note),
+                quantise_ns=quantise_ns(site, note),
             )
         )
     return operators
@@ -268,8 +268,8 @@ def _notes(operators: Sequence[_Operator], measured: Measured) -> list[str]:
         )
     if any(each.quantise_ns for each in operators):
         notes.append(
-            "the time of quantising inside a linear layer is estimated from the same rows with 16 "
-            "outputs"
+            "the time of quantising inside int8 layers is estimated from rows of the same width "
+            "with 16 outputs"
         )
     return notes
 

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from rankopt.diagnose.kernel_work import KERNELS, Arithmetic, Operations, planned_bytes
 from rankopt.diagnose.profile import Notes, Site
 from rankopt.diagnose.schema import Part
-
-Arithmetic = Literal["int8", "fp32", "bf16"]
 
 # First match wins; matched against the operator's name without its library.
 _PARTS: tuple[tuple[str, Part], ...] = (
     (r"eager_part", "eager part"),
     (r"embedding|lookup", "lookup"),
-    (r"attention", "attention"),
+    (r"attention|^ragged_", "attention"),
     (r"interaction|cross|(^|_)fm($|_)", "interaction"),
-    (r"linear|addmm|^mm$|^gru|^lstm|mkldnn_rnn|conv", "dense"),
+    (r"linear|^mlp|addmm|^mm$|^gru|^lstm|mkldnn_rnn|conv", "dense"),
     (r"quanti[sz]e|choose_qparams", "quantise"),
 )
 _PRODUCTS_OF_INPUTS = re.compile(r"(^|_)(bmm|baddbmm|matmul|einsum)($|_)")
@@ -41,14 +39,16 @@ class Cost:
     Attributes:
         num_operations: a multiply and an add are two; None where they are not counted.
         num_bytes: constants, inputs and results, each once; a table's rows as often as read.
-        arithmetic: which of the machine's peaks the operations are held against.
+        arithmetic: which of the machine's peaks most of them are held against.
         parameter_bytes: constants among them.
+        by_arithmetic: the operations, each kind by itself.
     """
 
     num_operations: int | None
     num_bytes: int
     arithmetic: Arithmetic | None
     parameter_bytes: int
+    by_arithmetic: Operations = field(default_factory=dict)
 
 
 def plain_name(site: Site) -> str:
@@ -76,6 +76,8 @@ def part_of(site: Site, notes: Notes, sequence_lengths: Collection[int]) -> Part
         weights = notes.arguments[1:]
         if name == "matmul" and weights and weights[-1].dim() <= 2 and not along:
             return "dense"
+        if name == "request_matmul" and notes.outputs:  # one query's scores of a history
+            along = along or notes.outputs[0].shape[-1] in sequence_lengths
         return "attention" if along else "interaction"
     for pattern, part in _PARTS:
         if re.search(pattern, name):
@@ -121,10 +123,17 @@ def cost_of(site: Site, notes: Notes, part: Part, row_bytes_read: int | None) ->
     if tables and not notes.constants and inputs:
         inputs = inputs[1:]  # an eager lookup: its table is its first input
     parameter_bytes = _bytes(constants)
-    total = parameter_bytes + _bytes(inputs) + _bytes(notes.outputs) + (row_bytes_read or 0)
-    operations = None if site.generated else _operations(name, notes)
-    arithmetic = None if operations is None else _arithmetic(name, notes)
-    return Cost(operations, total, arithmetic, parameter_bytes)
+    planned = planned_bytes(name, notes)
+    if planned is None:
+        planned = _bytes(inputs) + _bytes(notes.outputs) + (row_bytes_read or 0)
+    work = {} if site.generated else _operations(site, notes)
+    return Cost(
+        num_operations=sum(work.values()) if work else None,
+        num_bytes=parameter_bytes + planned,
+        arithmetic=max(work, key=lambda kind: work[kind]) if work else None,
+        parameter_bytes=parameter_bytes,
+        by_arithmetic=work,
+    )
 
 
 _TABLE_ELEMENTS = 4096
@@ -140,7 +149,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(seen.values())
 
 
-def _operations(name: str, notes: Notes) -> int | None:
+def _operations(site: Site, notes: Notes) -> Operations:
+    """Count a kernel's operations; nothing where they are not counted."""
+    name = plain_name(site)
+    if name in KERNELS:
+        return KERNELS[name](site, notes) or {}
+    product = _product(name, notes)
+    return {} if product is None else {_arithmetic(name, notes): product}
+
+
+def _product(name: str, notes: Notes) -> int | None:
     """Count a product's operations, 2 M K N."""
     given = [tensor for tensor in notes.arguments if tensor.is_floating_point()]
     results = notes.outputs
@@ -149,7 +167,7 @@ def _operations(name: str, notes: Notes) -> int | None:
     if not results:
         return None
     left: Tensor | None = None
-    if "linear" in name or name in ("mm", "bmm", "matmul"):
+    if "linear" in name or name in ("mm", "bmm", "matmul", "request_matmul"):
         left = given[0] if given else None
     elif name in ("addmm", "baddbmm"):
         left = given[1] if len(given) > 1 else None

@@ -32,17 +32,22 @@ class Site:
         origin: the operators of the graph that it stands for, where the compiler wrote them down.
         generated: whether the compiler made it, rather than called it.
         constants: names of the constants that it reads.
+        optionals: of each list of tensors that may be missing, which are there; compiled code only.
     """
 
     name: str
     origin: tuple[str, ...] = ()
     generated: bool = False
     constants: tuple[str, ...] = ()
+    optionals: tuple[tuple[bool, ...], ...] = ()
 
 
 @dataclass
 class Notes:
-    """What one site was called with, in the order of its arguments."""
+    """What one site was called with, in the order of its arguments, lists taken apart.
+
+    Compiled code gives a list's length behind it, among the values.
+    """
 
     constants: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)

@@ -1,19 +1,24 @@
-"""How long an int8 linear layer spends turning its input into int8, estimated.
+"""How long int8 layers spend turning their inputs into int8, estimated.
 
-The layer quantises each row and multiplies in one call, so no clock stands between the two. The
+A layer quantises each row and multiplies in one call, so no clock stands between the two. The
 same rows with 16 outputs take the same quantising and 16 / N of the product; with 4 inputs and 16
-outputs they take what a call costs whatever it does. Three equations, two of them unknown.
+outputs they take what a call costs whatever it does. Three equations, two of them unknown. A chain
+of layers spends what its layers do, each by itself on rows of its width.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from rankopt.diagnose.profile import Notes
-from rankopt.kernels import ops
+from rankopt.diagnose.costs import plain_name
+from rankopt.diagnose.kernel_work import mlp_layers
+from rankopt.diagnose.profile import Notes, Site
+from rankopt.kernels.mlp import MlpLayer, mlp_int8
 from rankopt.kernels.packing import pack_linear_int8
 
 TILE_OUTPUTS = 16
@@ -24,41 +29,78 @@ FEW_INPUTS = 4
 MAX_ELEMENTS = 1 << 24
 
 
-def quantise_ns(name: str, notes: Notes) -> float | None:
-    """Estimate the time; None for other operators and for layers too narrow or too large.
+@dataclass(frozen=True)
+class _Quantised:
+    """One int8 layer: how many rows of how many inputs it is called with."""
+
+    layer: MlpLayer
+    num_rows: int
+    num_inputs: int
+
+
+def quantise_ns(site: Site, notes: Notes) -> float | None:
+    """Estimate the time; None for other operators, and where every layer is narrow or too large.
 
     Args:
-        name: the operator's, without its library.
-        notes: what it was called with: input, packed weights, scales, and how many outputs and
-            bits behind them.
+        site: the operator.
+        notes: what it was called with.
     """
-    if name != "linear_int8" or not notes.inputs or len(notes.values) != 2:
+    found = [
+        each
+        for each in _layers(site, notes)
+        if each.layer.num_outputs >= MIN_OUTPUTS
+        and 0 < each.num_rows * each.num_inputs <= MAX_ELEMENTS
+    ]
+    if not found:
         return None
-    x, (num_outputs, bits) = notes.inputs[0], notes.values
-    if num_outputs < MIN_OUTPUTS or not 0 < x.numel() <= MAX_ELEMENTS:
-        return None
-    packed, scale = notes.constants[0], notes.constants[1]
-    rows = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    return sum(_layer_ns(each, notes.values[-1]) for each in found)
+
+
+def _layers(site: Site, notes: Notes) -> list[_Quantised]:
+    name = plain_name(site)
+    if not notes.inputs or not notes.inputs[0].dim():
+        return []
+    x = notes.inputs[0]
+    num_rows = x.numel() // max(x.shape[-1], 1)
+    if name == "linear_int8" and len(notes.values) == 2 and len(notes.constants) >= 2:
+        layer = MlpLayer(notes.constants[0], notes.constants[1], None, None, notes.values[0])
+        return [_Quantised(layer, num_rows, x.shape[-1])]
+    layers = mlp_layers(site, notes) if name == "mlp_int8" else None
+    found, num_inputs = [], x.shape[-1]
+    for layer in layers or []:
+        kept = not any(t is not None and t.is_meta for t in (layer.packed, layer.scale, layer.peak))
+        if layer.scale is not None and kept:
+            found.append(_Quantised(layer, num_rows, num_inputs))
+        num_inputs = layer.num_outputs
+    return found
+
+
+def _layer_ns(quantised: _Quantised, bits: int) -> float:
+    given, num_inputs = quantised.layer, quantised.num_inputs
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(quantised.num_rows, num_inputs, generator=generator)
     narrow = rows[..., :FEW_INPUTS].contiguous()
-    tile = pack_linear_int8(torch.ones(TILE_OUTPUTS, x.shape[-1], dtype=torch.int8))
-    corner = pack_linear_int8(torch.ones(TILE_OUTPUTS, narrow.shape[-1], dtype=torch.int8))
-    ones = torch.ones(TILE_OUTPUTS)
-
-    def whole() -> None:
-        ops.linear_int8(rows, packed, scale, num_outputs=num_outputs, activation_bits=bits)
-
-    def one_tile() -> None:
-        ops.linear_int8(rows, tile, ones, num_outputs=TILE_OUTPUTS, activation_bits=bits)
-
-    def nothing() -> None:
-        ops.linear_int8(narrow, corner, ones, num_outputs=TILE_OUTPUTS, activation_bits=bits)
-
-    samples = [[_time_ns(run) for run in (whole, one_tile, nothing)] for _ in range(NUM_ROUNDS)]
+    whole = MlpLayer(given.packed, given.scale, None, None, given.num_outputs, given.peak)
+    one_tile, corner = _tile(num_inputs, given.peak), _tile(narrow.shape[-1], given.peak)
+    pairs = ((rows, whole), (rows, one_tile), (narrow, corner))
+    samples = [
+        [_time_ns(lambda x=x, layer=layer: _run(x, layer, bits)) for x, layer in pairs]
+        for _ in range(NUM_ROUNDS)
+    ]
     # The least of each: what is left of a difference of medians may be the machine's noise.
     total, least, call = (min(column) for column in zip(*samples, strict=True))
-    part = TILE_OUTPUTS / num_outputs
+    part = TILE_OUTPUTS / given.num_outputs
     quantising = ((least - call) - (total - call) * part) / (1 - part)
     return float(min(max(quantising, 0.0), total))
+
+
+def _tile(num_inputs: int, peak: Tensor | None) -> MlpLayer:
+    packed = pack_linear_int8(torch.ones(TILE_OUTPUTS, num_inputs, dtype=torch.int8))
+    return MlpLayer(packed, torch.ones(TILE_OUTPUTS), None, None, TILE_OUTPUTS, peak)
+
+
+def _run(x: Tensor, layer: MlpLayer, bits: int) -> None:
+    mlp_int8(x, [layer], activation_bits=bits)
 
 
 def _time_ns(run: Callable[[], None]) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rankopt.diagnose.costs import Arithmetic, Cost
+from rankopt.diagnose.costs import Cost
+from rankopt.diagnose.kernel_work import Arithmetic
 from rankopt.diagnose.schema import Bound, MachinePeaks
 from rankopt.units import NS_PER_S
 
@@ -26,7 +27,7 @@ class Limits:
         operations_ns: None where operations are not counted.
         bytes_ns: at the reading rate of the whole model's working set; of a lookup, the time in
             which this machine reads the same rows.
-        peak: which arithmetic peak.
+        peak: which arithmetic peak; of several kinds of arithmetic, that of most operations.
     """
 
     operations_ns: float | None
@@ -56,8 +57,10 @@ def limits_of(
         gather_ns: of a lookup, how long its rows alone take; None for anything else.
     """
     operations_ns = None
-    if cost.num_operations is not None and cost.arithmetic is not None:
-        operations_ns = cost.num_operations / peak_of(machine, cost.arithmetic) * NS_PER_S
+    if cost.num_operations is not None:
+        operations_ns = NS_PER_S * sum(
+            count / peak_of(machine, kind) for kind, count in cost.by_arithmetic.items()
+        )
     bytes_ns = gather_ns
     if bytes_ns is None:
         bytes_ns = cost.num_bytes / machine.read_per_s(working_set_bytes) * NS_PER_S

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from rankopt.diagnose.costs import plain_name
 from rankopt.diagnose.profile import Notes, Site
-from rankopt.tables import TYPE_CODES, row_bytes
-
-DTYPES = {code: dtype for dtype, code in TYPE_CODES.items()}
+from rankopt.kernels.lookup import COPY, DTYPES, decode_plan
+from rankopt.tables import row_bytes
 
 
 @dataclass(frozen=True)
@@ -78,39 +77,40 @@ def _embedding(given: Sequence[Tensor]) -> RowsRead | None:
 
 
 def _planned(given: Sequence[Tensor]) -> RowsRead | None:
-    """Read a call that a plan describes: bytes of all tables, the plan, then the ids.
+    """Read a call of `lookup_rows`: bytes of all tables, the plan, then the ids."""
+    return _by_plan(given, whole=False)
 
-    A row of the plan is mode, first byte of the table, its rows, its values a row, its type, first
-    column of the result, which input holds the ids, first column of them in it, ids a row (0: as
-    offsets say), which input holds offsets, which weights.
-    """
+
+def _planned_sequences(given: Sequence[Tensor]) -> RowsRead | None:
+    """Read a call of `lookup_sequences`, which reads every id of an input."""
+    return _by_plan(given, whole=True)
+
+
+def _by_plan(given: Sequence[Tensor], *, whole: bool) -> RowsRead | None:
     storage, plan, inputs = given[0], given[1], given[2:]
     places, sizes = [], []
-    for mode, start, num_rows, dim, code, _, source, column, length, offsets, _ in plan.tolist():
-        if mode == _COPY:
+    for row in decode_plan(plan):
+        if row.mode == COPY:
             continue
-        ids = inputs[source]
+        ids = inputs[row.source]
         if ids.is_meta:  # ids in a packed matrix of floats, which is not kept
             return None
-        if offsets < 0 and ids.dim() > 1:
-            ids = ids[:, column : column + length]
+        if row.length and ids.dim() > 1 and not whole:
+            ids = ids[:, row.column : row.column + row.length]
         ids = ids.reshape(-1).long()
-        ids = ids[(ids >= 0) & (ids < num_rows)]
-        size = row_bytes(dim, DTYPES[code])
-        places.append(start + ids * size)
+        ids = ids[(ids >= 0) & (ids < row.num_rows)]
+        size = row_bytes(row.dim, DTYPES[row.storage])
+        places.append(row.offset + ids * size)
         sizes.append(torch.full_like(ids, size))
     if not places:
         return None
     return RowsRead(storage.view(torch.uint8), torch.cat(places), torch.cat(sizes))
 
 
-_COPY = 2
-"""A row of a plan that copies a piece beside the rows."""
-
 READERS: dict[str, Callable[[Sequence[Tensor]], RowsRead | None]] = {
     "int_nbit_split_embedding_codegen_lookup_function": _table_batched,
     "lookup_rows": _planned,
-    "lookup_sequences": _planned,
+    "lookup_sequences": _planned_sequences,
     "embedding": _embedding,
     "embedding_bag": _embedding,
     "_embedding_bag": _embedding,

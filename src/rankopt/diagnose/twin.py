@@ -99,7 +99,10 @@ _CALL = re.compile(r"\s*AOTI_TORCH_ERROR_CODE_CHECK\((aoti_torch_\w+)\((.*)\)\);
 _LOOP = re.compile(r"\s*(cpp_\w+)\((.*)\);\s*$")
 _ORIGIN = re.compile(r"// Topologically Sorted Source Nodes: \[.*\], Original ATen: \[(.*)\]")
 _CONSTANT = re.compile(r"auto& (\w+) = constants_->at\((\d+)\)")
-_LIST = re.compile(r"std::array<(\w+), \d+>\{")
+_LIST = re.compile(r"std::(?:array|vector)<([^<>,]+)(?:, \d+)?>\{")
+_OPTIONAL = "const AtenTensorHandle*"
+"""What a list holds of tensors that may be missing."""
+_NUMBER = re.compile(r"-?\d")
 _POINTER = re.compile(r"\((const )?[\w:]+ ?\*\)\((\w+)\.data_ptr\(\)\)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 # Buffers and views: what they cost is overhead, not an operator.
@@ -200,37 +203,32 @@ class _Instrumented:
             return [line]
         call = _CALL.match(line)
         if call and not _PLUMBING.match(call.group(1)):
-            inputs, outputs = _arguments(call.group(2))
-            return self._timed(line, self._name(call.group(1), call.group(2)), inputs, outputs)
+            name = self._name(call.group(1), call.group(2))
+            return self._timed(line, name, _arguments(call.group(2)))
         loop = _LOOP.match(line)
         if loop:
             pointers = _POINTER.findall(loop.group(2))
             inputs = [name for constant, name in pointers if constant]
             outputs = [name for constant, name in pointers if not constant]
-            return self._timed(line, loop.group(1), inputs, outputs, generated=True)
+            given = _Arguments(inputs, outputs)
+            return self._timed(line, loop.group(1), given, generated=True)
         return [line]
 
     def _timed(
-        self,
-        line: str,
-        name: str,
-        inputs: list[str],
-        outputs: list[str],
-        *,
-        generated: bool = False,
+        self, line: str, name: str, given: _Arguments, *, generated: bool = False
     ) -> list[str]:
         number = len(self._sites)
-        names = [_NAME.findall(text) for text in inputs]
+        names = [_NAME.findall(text) for text in given.inputs]
         constants = [next((n for n in found if n in self._constants), None) for found in names]
         read = tuple(dict.fromkeys(name for name in constants if name))
         origin = () if generated else self._origin
-        self._sites.append(Site(name, origin, generated, read))
+        self._sites.append(Site(name, origin, generated, read, given.optionals))
         self._origin = ()
         before = [
             f"rankopt_profile::note({number}, {0 if constant else 1}, {text});"
-            for text, constant in zip(inputs, constants, strict=True)
+            for text, constant in zip(given.inputs, constants, strict=True)
         ]
-        after = [f"rankopt_profile::note({number}, 2, {text});" for text in outputs]
+        after = [f"rankopt_profile::note({number}, 2, {text});" for text in given.outputs]
         return [
             f"    if (rankopt_profile_noting) {{ {' '.join(before)} }}",
             f"    {{ rankopt_profile::Site rankopt_site({number});",
@@ -247,48 +245,70 @@ class _Instrumented:
         return function.removeprefix("aoti_torch_").removeprefix("cpu_")
 
 
-def _arguments(text: str) -> tuple[list[str], list[str]]:
-    """Sort a call's arguments into what it reads and what it writes; drop what says neither."""
-    rest, listed = _take_lists(text)
+@dataclass(frozen=True)
+class _Arguments:
+    """What a call reads and writes, in order, lists taken apart; what says neither is dropped.
+
+    Attributes:
+        optionals: of each list of tensors that may be missing, which are there.
+    """
+
+    inputs: list[str]
+    outputs: list[str]
+    optionals: tuple[tuple[bool, ...], ...] = ()
+
+
+def _arguments(text: str) -> _Arguments:
+    optionals = tuple(
+        tuple(held != "nullptr" for held in _split(_braced(text, match.end())))
+        for match in _LIST.finditer(text)
+        if match.group(1) == _OPTIONAL
+    )
+    # Without their types, which have commas of their own, lists split like any other argument.
+    pieces = _split(_LIST.sub("{", text))
+    if pieces and pieces[0] == "proxy_executor":
+        held = [_held(piece) for piece in pieces if piece.startswith("{")]
+        inputs = [name for each in held for name in each]
+        # A call through torch writes into the last tensor of its last list.
+        written = bool(held and held[-1] and not _NUMBER.match(held[-1][-1]))
+        return _Arguments(inputs[:-1], inputs[-1:]) if written else _Arguments(inputs, [])
     inputs, outputs = [], []
-    for piece in [*_split(rest), *listed]:
-        pointed = re.match(r"&temporary_reference\((.*)\)$", piece)
-        if pointed:
-            inputs.append(pointed.group(1))
-        elif re.match(r"&\w+_handle$", piece):
+    for piece in pieces:
+        if re.match(r"&\w+_handle$", piece):
             outputs.append(piece[1:])
-        elif piece and not piece.startswith("&") and not re.search(r"release\(|std::move", piece):
-            inputs.append(piece)
-    # A call through torch writes into the last tensor of its list.
-    if "proxy_executor" in text:
-        inputs = [piece for piece in inputs if piece != "proxy_executor"]
-        handles = [piece for piece in listed if _NAME.match(piece) and not piece.isdigit()]
-        if handles and handles[-1] in inputs:
-            inputs.remove(handles[-1])
-            outputs.append(handles[-1])
-    return inputs, outputs
+        else:
+            inputs += _held(piece)
+    return _Arguments(inputs, outputs, optionals)
 
 
-def _take_lists(text: str) -> tuple[str, list[str]]:
-    """Cut `std::array<T, N>{a, b}.data()` out of an argument list and return what they hold."""
-    held: list[str] = []
-    while found := _LIST.search(text):
-        depth, position = 1, found.end()
-        while depth and position < len(text):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            position += 1
-        held += _split(text[found.end() : position - 1])
-        tail = text[position:]
-        text = text[: found.start()] + "nullptr" + tail.removeprefix(".data()")
-    return text, held
+def _held(piece: str) -> list[str]:
+    """Return what an argument holds: a list's members, an optional's value, nothing of nullptr."""
+    pointed = re.match(r"&temporary_reference\((.*)\)$", piece)
+    if pointed:
+        return _held(pointed.group(1))
+    if piece.startswith("{"):
+        return [name for member in _split(_braced(piece, 1)) for name in _held(member)]
+    silent = piece in ("", "nullptr") or piece.startswith("&")
+    return [] if silent or re.search(r"release\(|std::move", piece) else [piece]
+
+
+def _braced(text: str, start: int) -> str:
+    """Return what stands between a brace, which ends at `start`, and the one that closes it."""
+    depth, position = 1, start
+    while depth and position < len(text):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        position += 1
+    return text[start : position - 1]
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas that stand in no bracket."""
-    pieces, depth, piece = [], 0, ""
+    """Split at the commas that stand in no bracket and in no string."""
+    pieces, depth, quoted, piece = [], 0, False, ""
     for letter in text:
-        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(letter, 0)
-        if letter == "," and depth == 0:
+        quoted ^= letter == '"'
+        if not quoted:
+            depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 0 and not quoted:
             pieces.append(piece.strip())
             piece = ""
         else:
