@@ -43,6 +43,14 @@ TABLE, IDS = made(100, 8), made(4, dtype=torch.int64)
         ("aten::bmm", notes([SEQUENCE, made(4, 16, 50)], [SEQUENCE]), "attention"),
         ("aten::matmul", notes([ROW, made(16, 8)], [made(4, 8)]), "dense"),
         ("aten::matmul", notes([SQUARE, SQUARE], [SQUARE]), "interaction"),
+        ("rankopt::mlp_int8", notes([ROW], [ROW]), "dense"),
+        ("request_matmul", notes([SQUARE, SQUARE], [SQUARE]), "interaction"),
+        # One query's scores of fifty steps: the history is the last axis.
+        ("request_matmul", notes([made(4, 1, 1, 16)], [made(4, 1, 1, 50)]), "attention"),
+        ("rankopt::fm_interaction", notes([ROW], [made(4)]), "interaction"),
+        ("rankopt::hstu_candidate_attention", notes([ROW], [ROW]), "attention"),
+        ("rankopt::ragged_sum", notes([ROW], [ROW]), "attention"),
+        ("rankopt::lookup_sequences", notes([IDS], [ROW]), "lookup"),
         ("rankopt::dot_interaction", notes([SQUARE], [ROW]), "interaction"),
         ("rankopt::target_attention", notes([SEQUENCE], [ROW]), "attention"),
         ("aten::embedding_bag", notes([TABLE, IDS], [ROW]), "lookup"),
@@ -160,6 +168,10 @@ def test_rows_of_a_planned_lookup() -> None:
     # Rows of 8 bytes with scale and bias; id 99 has no row. Then rows of four fp16 values.
     assert read.offsets.tolist() == [100 + 12, 100 + 24, 100 + 48, 432, 400, 408]
     assert read.row_bytes.tolist() == [12, 12, 12, 8, 8, 8]
+    # Of sequences every id of an input is read, whatever its form.
+    read = rows_read(Site("lookup_sequences"), Notes(arguments=[store, plan[:1], ids]))
+    assert read is not None
+    assert read.offsets.tolist() == [100 + 12 * row for row in range(5)]
     packed = [store, plan[:1], ids.float().to("meta")]
     assert rows_read(Site("lookup_rows"), Notes(arguments=packed)) is None
     assert rows_read(Site("other_lookup"), Notes(arguments=given)) is None

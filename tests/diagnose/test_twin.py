@@ -16,6 +16,8 @@ from rankopt.diagnose import twin
 from rankopt.diagnose.kernel_work import mlp_layers
 from rankopt.diagnose.profile import Clock, CompiledProfile, same_scores
 from rankopt.errors import ArtifactError
+from rankopt.kernels.lookup import lookup_rows
+from rankopt.kernels.mlp import mlp_int8
 from rankopt.kernels.packing import packed_size_bytes
 from rankopt.runtime import load_artifact
 
@@ -189,6 +191,11 @@ def test_notes_hold_what_each_operator_was_called_with(tmp_path: Path) -> None:
         assert layer.bias is not None
         assert layer.scale.shape == layer.bias.shape == (layer.num_outputs,)
         assert layer.peak is None
+    # What was noted computes the artifact's score again.
+    given = [features["ids"], features["dense"]]
+    x = lookup_rows(*lookup.arguments[:2], given, *lookup.values[1:])
+    again = mlp_int8(x, layers, activation_bits=chain.values[-1]).squeeze(1)
+    assert torch.equal(again, timed(features)["click"])
     # Nothing is kept when nobody asks.
     timed(features)
     assert torch.ops.rankopt.profile_notes()[0] == []

@@ -117,6 +117,18 @@ def has_bags(card: ModelCard) -> bool:
     return any(isinstance(item, RaggedIdsInput | KjtInput) for item in card.inputs)
 
 
+def without_trace(said: str) -> str:
+    """Cut what a worker said down to what failed and the error itself.
+
+    The trace between them names files of this machine, which say nothing to a reader elsewhere.
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not any(line.startswith("Traceback") for line in lines):
+        return said
+    error = lines[-1].partition(" (originally from")[0]
+    return f"{lines[0]} {error}"[:600]
+
+
 def first_lines(error: BaseException, limit: int = 3) -> str:
     """Write an error as its type and the first lines of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -21,7 +21,7 @@ from rankopt.bench.backend import OpenBackend
 from rankopt.bench.crew import Crew
 from rankopt.bench.local_backend import LocalBackend
 from rankopt.bench.peers.arm import peer_arm
-from rankopt.bench.peers.peer import Peer, PeerJob, Setting
+from rankopt.bench.peers.peer import Peer, PeerJob, Setting, without_trace
 from rankopt.bench.peers.preparation import files_identity, prepare_files
 from rankopt.bench.plan import BenchPlan
 from rankopt.bench.samples import BlockRecord, SampleFile
@@ -91,7 +91,7 @@ class TrialBench:
             try:
                 folder = prepare_files(peer, self.job, setting, self.prepare_timeout_s)
             except RankoptError as error:
-                failed.append(Trial(setting, None, {}, {}, str(error)))
+                failed.append(Trial(setting, None, {}, {}, without_trace(str(error))))
             else:
                 prepared.append((setting, folder))
         return self._try_prepared(peer, prepared) + failed if prepared else failed
@@ -127,7 +127,7 @@ class TrialBench:
             if len(prepared) > 1:
                 return self._one_by_one(peer, prepared)
             [(setting, folder)] = prepared
-            return [Trial(setting, folder, {}, {}, str(error))]
+            return [Trial(setting, folder, {}, {}, without_trace(str(error)))]
 
     def _one_by_one(
         self, peer: Peer, prepared: Sequence[tuple[Setting, Path | None]]
@@ -140,7 +140,7 @@ class TrialBench:
             try:
                 last = self._together(peer, [(setting, folder)])
             except RankoptError as error:
-                failed.append(Trial(setting, folder, {}, {}, str(error)))
+                failed.append(Trial(setting, folder, {}, {}, without_trace(str(error))))
             else:
                 sound.append((setting, folder))
         if len(sound) > 1:
