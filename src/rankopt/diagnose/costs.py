@@ -126,11 +126,12 @@ def cost_of(site: Site, notes: Notes, part: Part, row_bytes_read: int | None) ->
     planned = planned_bytes(name, notes)
     if planned is None:
         planned = _bytes(inputs) + _bytes(notes.outputs) + (row_bytes_read or 0)
-    work = {} if site.generated else _operations(site, notes)
+    work: Operations = {} if site.generated else _operations(site, notes)
+    most = max(work.items(), key=lambda item: item[1])[0] if work else None
     return Cost(
         num_operations=sum(work.values()) if work else None,
         num_bytes=parameter_bytes + planned,
-        arithmetic=max(work, key=lambda kind: work[kind]) if work else None,
+        arithmetic=most,
         parameter_bytes=parameter_bytes,
         by_arithmetic=work,
     )

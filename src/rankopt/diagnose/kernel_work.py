@@ -56,7 +56,7 @@ def _mlp(site: Site, notes: Notes) -> Operations | None:
     return work
 
 
-def _dot(_: Site, notes: Notes) -> Operations | None:
+def _dot(site: Site, notes: Notes) -> Operations | None:
     if len(notes.values) != 6:
         return None
     num_before, _, dim, _, diagonal, _ = notes.values
@@ -66,7 +66,7 @@ def _dot(_: Site, notes: Notes) -> Operations | None:
     return {"fp32": 2 * fields[0].shape[0] * num_pairs * dim}
 
 
-def _fm(_: Site, notes: Notes) -> Operations | None:
+def _fm(site: Site, notes: Notes) -> Operations | None:
     """Count, of each field behind the first, its product with the sum so far, and both sums."""
     if len(notes.values) != 4:
         return None
@@ -76,7 +76,7 @@ def _fm(_: Site, notes: Notes) -> Operations | None:
     return {"fp32": num_rows * dim * (3 * max(num_fields - 1, 0) + (1 if total else 0))}
 
 
-def _hstu(_: Site, notes: Notes) -> Operations | None:
+def _hstu(site: Site, notes: Notes) -> Operations | None:
     """Count scores and weighted values of every pair of tokens that see each other."""
     if len(notes.arguments) < 4 or len(notes.values) < 5 or notes.arguments[3].is_meta:
         return None
@@ -87,7 +87,7 @@ def _hstu(_: Site, notes: Notes) -> Operations | None:
     return {"fp32": 4 * int(pairs.sum()) * q.shape[1]}
 
 
-def _hstu_candidates(_: Site, notes: Notes) -> Operations | None:
+def _hstu_candidates(site: Site, notes: Notes) -> Operations | None:
     if len(notes.arguments) < 6 or len(notes.values) < 4 or notes.arguments[5].is_meta:
         return None
     q, lengths = notes.arguments[0], notes.arguments[5]
@@ -96,7 +96,7 @@ def _hstu_candidates(_: Site, notes: Notes) -> Operations | None:
     return {"fp32": 4 * int(_of_candidates(tokens, notes.arguments[6:], q).sum()) * q.shape[1]}
 
 
-def _target(_: Site, notes: Notes) -> Operations | None:
+def _target(site: Site, notes: Notes) -> Operations | None:
     """Count, a candidate: its share, and its matrix for the keys; a pair: the layers and the sum.
 
     The first layer multiplies a key by one matrix, made of two for each candidate.
@@ -122,7 +122,7 @@ def _of_candidates(counts: Tensor, more: list[Tensor], query: Tensor) -> Tensor:
     return counts[: query.shape[0]] if index is None else counts[index]
 
 
-def _ragged_sum(_: Site, notes: Notes) -> Operations | None:
+def _ragged_sum(site: Site, notes: Notes) -> Operations | None:
     if len(notes.arguments) < 3 or not notes.values or notes.arguments[2].is_meta:
         return None
     rows, lengths = notes.arguments[1], notes.arguments[2]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,8 +85,7 @@ def _layer_ns(quantised: _Quantised, bits: int) -> float:
     one_tile, corner = _tile(num_inputs, given.peak), _tile(narrow.shape[-1], given.peak)
     pairs = ((rows, whole), (rows, one_tile), (narrow, corner))
     samples = [
-        [_time_ns(lambda x=x, layer=layer: _run(x, layer, bits)) for x, layer in pairs]
-        for _ in range(NUM_ROUNDS)
+        [_time_ns(partial(_run, x, layer, bits)) for x, layer in pairs] for _ in range(NUM_ROUNDS)
     ]
     # The least of each: what is left of a difference of medians may be the machine's noise.
     total, least, call = (min(column) for column in zip(*samples, strict=True))
