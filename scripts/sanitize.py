@@ -78,8 +78,15 @@ def list_calls(max_numbers: int) -> list[tuple[str, tuple[Any, ...]]]:
         for case in kernel.cases:
             arguments = kernel.arguments(case)
             if count_numbers(arguments) <= max_numbers:
-                calls.append((kernel.name, arguments))
+                calls.append((kernel.name, tuple(map(_readable, arguments))))
     return calls
+
+
+def _readable(value: Any) -> Any:
+    """Make empty tensors anew: one that is a view past the end of nothing cannot be read back."""
+    if isinstance(value, Tensor) and not value.numel():
+        return torch.empty(value.shape, dtype=value.dtype)
+    return [_readable(item) for item in value] if isinstance(value, list) else value
 
 
 def count_numbers(arguments: Sequence[Any]) -> int:

@@ -36,6 +36,12 @@ c10::IValue as_declared(const c10::IValue& value, const c10::TypePtr& type) {
       for (const c10::IValue& element : value.toListRef()) tensors.push_back(own(element.toTensor()));
       return tensors;
     }
+    if (list->getElementType()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
+      c10::List<std::optional<at::Tensor>> tensors;
+      for (const c10::IValue& element : value.toListRef())
+        tensors.push_back(element.isNone() ? std::nullopt : std::optional(own(element.toTensor())));
+      return tensors;
+    }
     c10::List<int64_t> numbers;
     for (const c10::IValue& element : value.toListRef()) numbers.push_back(element.toInt());
     return numbers;

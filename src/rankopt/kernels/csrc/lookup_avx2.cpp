@@ -3,6 +3,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "target.h"
 
 // Every CPU with AVX2 has F16C.
@@ -31,7 +33,9 @@ struct Avx2Lookup {
     return _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
   }
   static __m128i four_bytes(const uint8_t* p) {
-    return _mm_cvtsi32_si128(*reinterpret_cast<const int __attribute__((may_alias, aligned(1)))*>(p));
+    int bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    return _mm_cvtsi32_si128(bits);
   }
   static Float levels(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
   static Float nibbles(__m128i bytes) {
