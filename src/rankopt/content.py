@@ -8,6 +8,9 @@ without `.yaml`: `serve-int8`, `topologies/8xh100`.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from rankopt.errors import Problem, RankoptError, UsageError, nearest
 
@@ -83,6 +86,22 @@ def find(kind: str, name_or_path: str | Path, *, error: type[RankoptError] = Usa
         hint=f"{nearest(wanted, names)} Looked in {', '.join(dict.fromkeys(places))}.",
     )
     raise error(problems=[problem])
+
+
+def read_yaml(file: Path, error: type[RankoptError]) -> Any:
+    """Return what a YAML file holds.
+
+    Args:
+        file: as `find` returned it.
+        error: the class to raise, such as RecipeError.
+
+    Raises:
+        RankoptError: the file is not readable YAML.
+    """
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        raise error(f"{file}: is not readable YAML: {problem}") from problem
 
 
 def _named(kind: str) -> dict[str, Path]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from rankopt.bench.plan import raised
@@ -157,13 +156,10 @@ def load_recipe(path: str | Path) -> Recipe:
     Raises:
         RecipeError: missing, unreadable, or with problems; all of them are listed.
     """
-    from rankopt.content import find
+    from rankopt.content import find, read_yaml
 
     file = find("recipes", path, error=RecipeError)
-    try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{file}: is not readable YAML: {error}") from error
+    raw = read_yaml(file, RecipeError)
     return parse_recipe(raw, where=str(file)).model_copy(update={"path": file.resolve()})
 
 

@@ -7,12 +7,11 @@ recipe spells out replaces the scheme's.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rankopt.content import find
+from rankopt.content import find, read_yaml
 from rankopt.errors import Problem, RecipeError
 from rankopt.problems import problems_of_validation
 from rankopt.selectors import Rule
@@ -61,10 +60,7 @@ def load_scheme(name: str) -> Scheme:
         RecipeError: it is not there, is not YAML, or breaks the schema.
     """
     file = find("quantize", name, error=RecipeError)
-    try:
-        raw: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{file}: is not readable YAML: {error}") from error
+    raw = read_yaml(file, RecipeError)
     try:
         return Scheme.model_validate(raw)
     except ValidationError as error:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rankopt.errors import Problem, UsageError
@@ -120,13 +119,10 @@ def load_plan(path: str | Path) -> BenchPlan:
     Raises:
         UsageError: the file is missing, is not YAML, or breaks the schema; every problem is listed.
     """
-    from rankopt.content import find
+    from rankopt.content import find, read_yaml
 
     file = find("benchmarks", path, error=UsageError)
-    try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: is not readable YAML: {error}") from error
+    raw = read_yaml(file, UsageError)
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):

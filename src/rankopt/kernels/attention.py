@@ -195,7 +195,7 @@ def target_attention(
     return result
 
 
-def attention_shims() -> dict[Any, list[str]]:
+def aoti_c_shims() -> dict[Any, list[str]]:
     """Return the C entry points of these operators; see `rankopt.kernels.ops.aoti_c_shims`."""
     ops = torch.ops.rankopt
     handle, optional = "AtenTensorHandle", "AtenTensorHandle*"

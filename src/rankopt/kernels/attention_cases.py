@@ -158,12 +158,6 @@ class _Draw:
         return torch.cat([index, index[:1]])
 
 
-def ragged_rows_arguments(case: AttentionCase) -> Arguments:
-    """Draw lengths and values."""
-    lengths = _Draw(case).lengths()
-    return lengths, torch.zeros(int(lengths.sum()))
-
-
 def ragged_sum_arguments(case: AttentionCase) -> Arguments:
     """Draw weights, rows and lengths."""
     draw = _Draw(case)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankopt.kernels import interaction, lookup, mlp
-from rankopt.kernels.attention import attention_shims
+from rankopt.kernels import attention, interaction, lookup, mlp
 from rankopt.kernels.build import load_kernels
 
 
@@ -168,7 +167,7 @@ def aoti_c_shims() -> dict[Any, list[str]]:
     return {
         **lookup.aoti_c_shims(),
         **interaction.aoti_c_shims(),
-        **attention_shims(),
+        **attention.aoti_c_shims(),
         **mlp.aoti_c_shims(),
         ops.linear_int8.default: [
             "AOTITorchError aoti_torch_cpu_linear_int8(AtenTensorHandle, AtenTensorHandle, "

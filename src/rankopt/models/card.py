@@ -153,13 +153,11 @@ def load_card(path: str | Path) -> ModelCard:
     Raises:
         CardError: the file is missing, is not YAML, or breaks the schema; every problem is listed.
     """
-    from rankopt.content import find  # the finder reads the installed wheel; keep import light
+    # Here, to keep the import light: the finder reads the installed wheel.
+    from rankopt.content import find, read_yaml
 
     file = find("models", path, error=CardError)
-    try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CardError(f"{file}: is not readable YAML: {error}") from error
+    raw = read_yaml(file, CardError)
     if not isinstance(raw, dict):
         raise CardError(problems=[Problem(str(file), "must be a mapping", type(raw).__name__)])
     problems = take_reserved(str(file), raw, ModelCard)

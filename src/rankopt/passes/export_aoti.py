@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rankopt.bundle import ModelBundle
-from rankopt.content import find
+from rankopt.content import find, read_yaml
 from rankopt.environment import Environment
 from rankopt.errors import Problem, RecipeError
 from rankopt.models.card import ModelCard
@@ -87,10 +86,7 @@ def load_target(name: str) -> ExportTarget:
     """
     file = find("export", name, error=RecipeError)
     try:
-        return ExportTarget.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValidationError) as error:
-        if isinstance(error, ValidationError):
-            raise RecipeError(
-                problems=problems_of_validation(str(file), error, ExportTarget)
-            ) from error
-        raise RecipeError(f"{file}: is not readable YAML: {error}") from error
+        return ExportTarget.model_validate(read_yaml(file, RecipeError))
+    except ValidationError as error:
+        problems = problems_of_validation(str(file), error, ExportTarget)
+        raise RecipeError(problems=problems) from error

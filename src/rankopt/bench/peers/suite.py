@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rankopt.bench.peers.peer import Peer
@@ -116,13 +115,10 @@ def load_suite(path: str | Path) -> PeerSuite:
     Raises:
         UsageError: the file is missing, is not YAML, or breaks the schema; every problem is listed.
     """
-    from rankopt.content import find
+    from rankopt.content import find, read_yaml
 
     file = find("benchmarks", path, error=UsageError)
-    try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: is not readable YAML: {error}") from error
+    raw = read_yaml(file, UsageError)
     if not isinstance(raw, dict):
         raise UsageError(problems=[Problem(str(file), "must be a mapping", type(raw).__name__)])
     problems: list[Problem] = []

@@ -11,18 +11,21 @@ namespace rankopt {
 namespace {
 
 namespace plain {
+#include "exact_exp.h"
 #include "attention_gates.h"
 }
 
 #if defined(__x86_64__)
 RANKOPT_TARGET_BEGIN("avx2,fma")
 namespace avx2 {
+#include "exact_exp.h"
 #include "attention_gates.h"
 }
 RANKOPT_TARGET_END
 
 RANKOPT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
 namespace avx512 {
+#include "exact_exp.h"
 #include "attention_gates.h"
 }
 RANKOPT_TARGET_END

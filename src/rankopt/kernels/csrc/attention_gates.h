@@ -1,31 +1,5 @@
 // The steps between the products of an attention, written once and compiled for each instruction
-// set; see recurrent_gates.h, whose rules hold here too.
-
-// By bits, not by ?:, as in recurrent_gates.h; exp_of is the one there.
-inline float choose(bool condition, float yes, float no) {
-  const int32_t mask = -static_cast<int32_t>(condition);
-  return __builtin_bit_cast(float, (__builtin_bit_cast(int32_t, yes) & mask) |
-                                       (__builtin_bit_cast(int32_t, no) & ~mask));
-}
-
-inline float exp_of(float x) {
-  x = choose(x < -87.0f, -87.0f, x);  // NaN passes both
-  x = choose(x > 88.0f, 88.0f, x);
-  constexpr float kRound = 12582912.0f;  // adding it rounds to a whole number
-  const float shifted = x * 1.44269504088896341f + kRound;
-  const float n = shifted - kRound;
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const float mantissa = (p * (r * r) + r) + 1.0f;
-  const int32_t exponent =
-      __builtin_bit_cast(int32_t, shifted) - __builtin_bit_cast(int32_t, kRound) + 127;
-  return mantissa * __builtin_bit_cast(float, exponent << 23);
-}
+// set, by the rules of exact_exp.h, which stands in front of it.
 
 // Below -88 the true value is under 1e-36, where exp_of no longer follows; -inf gives NaN.
 inline float silu_of(float x) {

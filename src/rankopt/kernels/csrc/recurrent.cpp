@@ -18,12 +18,14 @@ namespace rankopt {
 namespace {
 
 namespace plain {
+#include "exact_exp.h"
 #include "recurrent_gates.h"
 }
 
 #if defined(__x86_64__)
 RANKOPT_TARGET_BEGIN("avx2")
 namespace avx2 {
+#include "exact_exp.h"
 #include "recurrent_gates.h"
 }
 RANKOPT_TARGET_END

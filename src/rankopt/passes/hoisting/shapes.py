@@ -26,7 +26,7 @@ from rankopt.passes.hoisting.bodies import (
 )
 from rankopt.passes.hoisting.builder import Builder
 from rankopt.passes.hoisting.interpret import Interpreter
-from rankopt.passes.hoisting.values import Fixed, Rows, Several, Value, tensor_of
+from rankopt.passes.hoisting.values import Rows, Several, Value, tensor_of
 
 Entry = tuple[int, bool]
 
@@ -327,11 +327,6 @@ def pad(run: Interpreter, node: Node) -> Value | None:
         body: Body = joined(axis, total, pieces)
         value = Rows((*value.axes[:axis], total, *value.axes[axis + 1 :]), value.dims, body)
     return value
-
-
-def is_fixed(run: Interpreter, node: object) -> bool:
-    """Tell whether an argument depends on no input's data."""
-    return isinstance(node, Node) and isinstance(run.values.get(node), Fixed)
 
 
 SHAPE_RULES: dict[Any, Callable[[Interpreter, Node], Value | None]] = {
