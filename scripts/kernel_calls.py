@@ -169,7 +169,7 @@ class _Recorder(Interpreter):
 
 def _name(node: Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "rankopt":
-        return node.target.overloadpacket.__name__
+        return str(node.target.overloadpacket.__name__)
     return ""
 
 

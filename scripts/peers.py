@@ -143,7 +143,7 @@ def _means(content: dict[str, Any]) -> str:
     if not told:
         return "No ratio could be taken."
     missed = len(content.get("missed_goals", ()))
-    more = f" {missed} comparisons miss a goal: see docs/peers.md." if missed else ""
+    more = f" Comparisons that miss a goal: {missed}, listed in docs/peers.md." if missed else ""
     return f"Geometric mean: {', '.join(told)}.{more}"
 
 

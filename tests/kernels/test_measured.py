@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import small
+from rankopt.bench.peers.suite import load_suite
 from rankopt.kernels.lookup import (
     MEAN,
     SUM,
@@ -25,6 +26,7 @@ from rankopt.kernels.lookup import (
 from rankopt.kernels.mlp import MlpLayer
 from rankopt.kernels.packing import pack_linear_int8
 from rankopt.models.card import load_card
+from rankopt.recipe import load_recipe
 from rankopt.tables import TYPE_CODES, pack_batch
 
 
@@ -92,6 +94,17 @@ def test_a_small_model_is_measured(checkout: Path, settings: Path, tmp_path: Pat
     assert "Batch 300:" in done.stdout
     assert "| small |" in done.stdout
     assert (checkout / "docs" / "kernels.md").read_bytes() == page
+
+
+def test_what_is_shipped_covers_the_peer_suite(
+    scripts: Callable[[str], Any], checkout: Path
+) -> None:
+    file = checkout / "benchmarks" / "kernels.yaml"
+    shipped = scripts("kernel_rows").read_settings(file)
+    suite = load_suite(file.parent / shipped.suite)
+    assert suite.path == (checkout / "benchmarks" / "peers.yaml").resolve()
+    assert set(shipped.goals.batch_sizes) <= set(shipped.batch_sizes) == set(suite.plan.batch_sizes)
+    assert load_recipe(shipped.recipe).name == "serve-int8"
 
 
 def test_fbgemms_layers_compute_what_ours_do(scripts: Callable[[str], Any], settings: Path) -> None:

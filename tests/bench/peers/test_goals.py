@@ -16,12 +16,16 @@ from rankopt.bench.peers.report import (
 )
 from rankopt.bench.peers.result import (
     Comparison,
+    NotBrokenDown,
     PeerResult,
     SummaryRow,
     TimeBreakdown,
 )
+from rankopt.bench.peers.suite import load_suite
 from rankopt.bench.peers.summary import geometric_means
+from rankopt.cli.bench import _show
 from rankopt.diagnose.schema import PartRow, Timing
+from rankopt.errors import UsageError
 
 GOALS = Goals(
     best_peer=Goal(geometric_mean=1.6, ci_low=1.0, up_to_batch=512), eager=Goal(geometric_mean=3.0)
@@ -146,9 +150,8 @@ def test_parts_of_one_kind_of_limit_count_together():
     assert nearest_limit(below) == ("bytes", 0.25)
 
 
-def test_the_table_has_a_column_for_each_part_there_is():
-    rows = (times(1, DENSE, LOOKUP, OVERHEAD), times(512, DENSE))
-    result = PeerResult(
+def result_of(*rows, **more):
+    return PeerResult(
         made_at="",
         environment={},
         command="",
@@ -161,7 +164,13 @@ def test_the_table_has_a_column_for_each_part_there_is():
         settings=(),
         notes=(),
         time_breakdown=rows,
+        **more,
     )
+
+
+def test_the_table_has_a_column_for_each_part_there_is():
+    rows = (times(1, DENSE, LOOKUP, OVERHEAD), times(512, DENSE))
+    result = result_of(*rows)
     heading, first, second = breakdown_table(result)
     assert heading[3:6] == ("lookup", "dense", "framework overhead")
     assert first[3:6] == ("25%", "50%", "20%")
@@ -172,3 +181,34 @@ def test_the_table_has_a_column_for_each_part_there_is():
     assert second[7] == lookup_text(rows[1]) == ""
     assert parts_text(rows[0]) == "dense 50%, lookup 25%, framework overhead 20%"
     assert (dense_text(rows[0]), limit_text(rows[1])) == (first[6], "operations (50%)")
+
+
+def test_the_shipped_suite_asks_for_its_goals_and_a_slip_is_told(tmp_path):
+    suite = load_suite("peers")
+    assert (suite.goals, suite.breakdown) == (GOALS, True)
+    file = tmp_path / "suite.yaml"
+    file.write_text(
+        "models: [{name: m, card: m}]\narms: [eager]\ngoals: {best_peer: {ci_lo: 1, ci_low: -1}}\n"
+    )
+    with pytest.raises(UsageError) as raised:
+        load_suite(file)
+    assert "goals.best_peer.ci_lo: is not a known key" in str(raised.value)
+    assert "goals.best_peer.ci_low: input should be greater than 0" in str(raised.value)
+
+
+def test_the_command_line_shows_parts_goals_and_what_could_not_be_looked_into(capsys, tmp_path):
+    rows = (times(1, DENSE, LOOKUP, OVERHEAD),)
+    summary = [cell(1, 1.2, low=0.9)]
+    means = geometric_means(summary, [], GOALS)
+    missed = missed_goals(GOALS, summary, [], means, rows)
+    failed = NotBrokenDown(model="m", batch_sizes=(512,), error="too large")
+    result = result_of(*rows, missed_goals=missed, not_broken_down=(failed,))
+    _show(result.model_copy(update={"geometric_means": tuple(means)}), tmp_path / "peers.json")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "m  batch 1  1 us  dense 50%, lookup 25%, framework overhead 20%  1,400 GOP/s, 62% of peak"
+        "  12.5 GB/s, 40% of peak  operations (50%)"
+    )
+    assert lines[1] == "time not broken down: m: batch 512: too large"
+    assert lines[2] == "geometric mean against best_peer: 1.20 (goal 1.6, missed)"
+    assert lines[3].startswith("goal missed: m, batch 1, against aoti: 1.20 [0.90, 1.20], wanted ")
