@@ -17,6 +17,8 @@ from typing import Any
 
 from result_page import ResultPage
 
+from rankopt.bench.peers.report import breakdown_table, mean_text, missed_text
+from rankopt.bench.peers.result import GeometricMean, PeerResult
 from rankopt.units import format_duration
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +80,42 @@ def full_table(content: dict[str, Any]) -> str:
             f"- {item['model']}, {item['arm']}: {' '.join(item['error'].split())}"
             for item in content["not_run"]
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_times(PeerResult.model_validate(content))])
+
+
+def _times(result: PeerResult) -> list[str]:
+    """Write where the time of rankopt's arm goes, and what bounds the cells that miss a goal."""
+    lines = []
+    if result.time_breakdown:
+        heading, *rows = breakdown_table(result)
+        lines += [
+            "",
+            "Where the time of one call of rankopt's arm goes, looked into after the arms were "
+            "timed. Dense layers, quantising included, are held against the arithmetic peak, "
+            "lookups against a gather of the same rows.",
+            "",
+            f"| {' | '.join(heading)} |",
+            "|---" * len(heading) + "|",
+            *(f"| {' | '.join(cells)} |" for cells in rows),
+        ]
+    if result.not_broken_down:
+        lines += ["", "Not looked into:", ""]
+        lines += [
+            f"- {item.model}, batch {', '.join(map(str, item.batch_sizes))}: "
+            + " ".join(item.error.split())
+            for item in result.not_broken_down
+        ]
+    asked = [mean for mean in result.geometric_means if mean.goal is not None]
+    if asked:
+        told = [f"{mean_text(mean)} against {_NAMES[mean.against]}" for mean in asked]
+        lines += ["", f"Geometric means: {', '.join(told)}."]
+    if asked or result.missed_goals:
+        lines += ["", "Cells that miss a goal, and what bounds them:", ""]
+        lines += [f"- {missed_text(missed)}" for missed in result.missed_goals] or ["- none"]
+    return lines
+
+
+_NAMES = {"best_peer": "the best peer", "eager": "eager"}
 
 
 def _heading(content: dict[str, Any]) -> str:
@@ -97,10 +134,17 @@ def _heading(content: dict[str, Any]) -> str:
 
 
 def _means(content: dict[str, Any]) -> str:
-    names = {"best_peer": "the best peer", "eager": "eager"}
-    means = [mean for mean in content["geometric_means"] if mean["batch_size"] is None]
-    told = [f"{mean['ratio']:.2f} against {names[mean['against']]}" for mean in means]
-    return f"Geometric mean: {', '.join(told)}." if told else "No ratio could be taken."
+    means = [GeometricMean.model_validate(mean) for mean in content["geometric_means"]]
+    told = [
+        f"{mean_text(mean)} against {_NAMES[mean.against]}"
+        for mean in means
+        if mean.batch_size is None
+    ]
+    if not told:
+        return "No ratio could be taken."
+    missed = len(content.get("missed_goals", ()))
+    more = f" Comparisons that miss a goal: {missed}, listed in docs/peers.md." if missed else ""
+    return f"Geometric mean: {', '.join(told)}.{more}"
 
 
 def _ratio(row: dict[str, Any] | None) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from rankopt.bench.peers.result import PeerResult
 from rankopt.cli.main import VERBS
 from rankopt.models.card import ModelCard
 
@@ -33,6 +34,25 @@ def test_the_peer_tables_are_those_of_the_result_file(checkout: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_kernel_tables_are_those_of_the_result_file(checkout: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/kernels.py", "check"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_peer_result_keeps_its_schema(checkout: Path) -> None:
+    text = (checkout / "benchmarks" / "results" / "peers.json").read_text()
+    result = PeerResult.model_validate_json(text)
+    assert {row.arm for row in result.rows} >= {"eager", "rankopt"}
+    looked_into = {(row.model, row.batch_size) for row in result.time_breakdown}
+    assert looked_into <= {(row.model, row.batch_size) for row in result.rows}
 
 
 def test_every_target_that_is_named_is_in_the_makefile(checkout: Path) -> None:

@@ -20,6 +20,12 @@ OutFile = Annotated[Path, typer.Option("--out", help="The JSON file to write.")]
 Models = Annotated[str, typer.Option("--models", help="Only these, as a,b.")]
 BatchSizes = Annotated[str, typer.Option("--batch-sizes", help="In place of the suite's, as 1,64.")]
 Arms = Annotated[str, typer.Option("--arms", help="Only these, as x,y.")]
+Breakdown = Annotated[
+    bool,
+    typer.Option(
+        "--breakdown/--no-breakdown", help="Say where the time of rankopt's arm goes, or do not."
+    ),
+]
 
 
 @app.command()
@@ -29,6 +35,7 @@ def bench(
     models: Models = "",
     batch_sizes: BatchSizes = "",
     arms: Arms = "",
+    breakdown: Breakdown = True,
     overwrite: Overwrite = False,
     resume: Resume = False,
     as_json: AsJson = False,
@@ -50,6 +57,7 @@ def bench(
             out,
             overwrite=overwrite,
             resume=resume,
+            breakdown=breakdown,
             command=command_line(),
             progress=progress.step,
             detail=progress.update,
@@ -77,6 +85,8 @@ def _sizes(given: str) -> list[int]:
 
 
 def _show(result: PeerResult, out: Path) -> None:
+    from rankopt.bench.peers.report import mean_text, missed_text
+
     eager = {(row.model, row.batch_size): row for row in result.against_eager}
     lines = [
         (
@@ -89,12 +99,40 @@ def _show(result: PeerResult, out: Path) -> None:
         for row in result.summary
     ]
     print_table(("model", "", "best peer", "its p50 / rankopt's", "eager / rankopt"), lines)
+    _show_times(result)
     for item in result.not_run:
         typer.echo(f"not run: {item.model}: {item.arm}: {item.error}")
     for mean in result.geometric_means:
         if mean.batch_size is None:
-            typer.echo(f"geometric mean against {mean.against}: {mean.ratio:.2f}")
+            typer.echo(f"geometric mean against {mean.against}: {mean_text(mean)}")
+    for missed in result.missed_goals:
+        typer.echo(f"goal missed: {missed_text(missed)}")
     typer.echo(f"result: {out}")
+
+
+def _show_times(result: PeerResult) -> None:
+    """Print where the time of rankopt's arm goes, one line per model and batch size."""
+    from rankopt.bench.peers.report import dense_text, limit_text, lookup_text, parts_text
+    from rankopt.units import format_duration
+
+    lines = [
+        (
+            row.model,
+            f"batch {row.batch_size}",
+            format_duration(row.whole.p50_ns),
+            parts_text(row),
+            dense_text(row),
+            lookup_text(row),
+            limit_text(row),
+        )
+        for row in result.time_breakdown
+    ]
+    if lines:
+        heading = ("model", "", "one call", "where its time goes", "dense", "lookup", "bound by")
+        print_table(heading, lines)
+    for item in result.not_broken_down:
+        sizes = ", ".join(map(str, item.batch_sizes))
+        typer.echo(f"time not broken down: {item.model}: batch {sizes}: {item.error}")
 
 
 def _ratio(row: Comparison | None) -> str:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rankopt.bench.peers.artifact import source_digest
+from rankopt.bench.peers.goals import missed_goals
 from rankopt.bench.peers.measure import measure_model
 from rankopt.bench.peers.result import ModelResult, NotRun, PeerResult
 from rankopt.bench.peers.suite import RANKOPT, PeerSuite, SuiteModel, load_suite
@@ -31,6 +32,7 @@ def bench(
     arms: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
+    breakdown: bool = True,
     command: str | None = None,
     progress: Progress = quiet,
     detail: Progress = quiet,
@@ -45,6 +47,7 @@ def bench(
         arms: only these; all when empty.
         overwrite: replace a result that `out` holds.
         resume: take over models that a stopped run with the same `out` has finished.
+        breakdown: say where the time of rankopt's arm goes, if the suite asks for it.
         command: what to write into the result; made up when None.
         progress: told one line per step.
         detail: told how far the current step is.
@@ -58,6 +61,8 @@ def bench(
     """
     whole = suite if isinstance(suite, PeerSuite) else load_suite(suite)
     chosen = whole.chosen(models, batch_sizes, arms)
+    if not breakdown:
+        chosen = chosen.model_copy(update={"breakdown": False})
     target = Path(out)
     with staged_file(target, overwrite=overwrite) as partial:
         workdir = target.with_name(f"{target.name}.partial")
@@ -76,6 +81,10 @@ def join_results(results: Sequence[ModelResult], suite: PeerSuite, command: str)
     environment = collect_environment()
     summary = [row for result in results for row in result.summary]
     against_eager = [row for result in results for row in result.against_eager]
+    means = geometric_means(summary, against_eager, suite.goals)
+    breakdown = [row for result in results for row in result.time_breakdown]
+    asked = any(arm.kind == RANKOPT for arm in suite.arms)
+    missed = missed_goals(suite.goals, summary, against_eager, means, breakdown) if asked else []
     libraries = installed_libraries((*LIBRARIES, *PEER_LIBRARIES))
     machine = environment.model_dump(mode="json", exclude={"compiler"})
     return PeerResult(
@@ -86,10 +95,14 @@ def join_results(results: Sequence[ModelResult], suite: PeerSuite, command: str)
         rows=tuple(row for result in results for row in result.rows),
         summary=tuple(summary),
         against_eager=tuple(against_eager),
-        geometric_means=tuple(geometric_means(summary, against_eager)),
+        geometric_means=tuple(means),
         not_run=tuple(item for result in results for item in result.not_run),
         settings=tuple(item for result in results for item in result.settings),
         notes=tuple(note for result in results for note in result.notes),
+        time_breakdown=tuple(breakdown),
+        peaks=tuple(result.peaks for result in results if result.peaks is not None),
+        not_broken_down=tuple(item for result in results for item in result.not_broken_down),
+        missed_goals=tuple(missed),
     )
 
 
@@ -134,6 +147,7 @@ def _identity(suite: PeerSuite, model: SuiteModel) -> str:
         "source": source_digest(),
         "machine": collect_environment().fingerprint(),
     }
+    del content["goals"]  # held against what was measured once all of it is there
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

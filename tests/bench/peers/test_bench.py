@@ -9,6 +9,8 @@ import yaml
 
 import small
 from bench.peers.fake_peers import install
+from rankopt.bench.peers import breakdown
+from rankopt.errors import ArtifactError
 from rankopt.kernels.build import cache_dir
 
 QUICK = {
@@ -111,7 +113,9 @@ def test_rankopt_is_compared_with_the_best_peer_and_with_eager(suite, cli, tmp_p
     recipe = tmp_path / "plain.yaml"
     recipe.write_text(PLAIN_RECIPE)
     out = tmp_path / "peers.json"
-    file = suite("eager", "fake_wrong", {"rankopt": {"recipes": [str(recipe)]}})
+    arms = ("eager", "fake_wrong", {"rankopt": {"recipes": [str(recipe)]}})
+    # No model is a million times faster than eager.
+    file = suite(*arms, goals={"best_peer": {"ci_low": 0.001}, "eager": {"geometric_mean": 1e6}})
     done = cli("bench", file, "--batch-sizes", "4", "--out", out, "--json")
     assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
@@ -124,6 +128,50 @@ def test_rankopt_is_compared_with_the_best_peer_and_with_eager(suite, cli, tmp_p
     p50 = {row["arm"]: row["p50_ns"] for row in result["rows"]}
     assert p50["eager"] / p50["rankopt"] == pytest.approx(summary["ratio"])
     assert {mean["against"] for mean in result["geometric_means"]} == {"best_peer", "eager"}
+
+    [times], [peaks], [missed] = (
+        result[name] for name in ("time_breakdown", "peaks", "missed_goals")
+    )
+    assert (times["model"], times["batch_size"]) == ("small", 4)
+    assert times["setting"] == {"recipe": str(recipe)}
+    parts = {part["part"]: part["share"] for part in times["parts"]}
+    assert {"dense", "lookup", "framework overhead"} <= set(parts)
+    assert sum(parts.values()) + times["unexplained_share"] == pytest.approx(1.0)
+    assert peaks["int8_per_s"] > peaks["fp32_per_s"] > 0
+    assert (missed["against"], missed["wanted"]) == ("eager", {"geometric_mean": 1e6})
+    assert missed["bound"] in ("operations", "bytes", "overhead")
+    assert missed["bound_share"] > 0
+    assert missed["largest_part"] == times["parts"][0]["part"]
+
+
+def test_a_breakdown_that_fails_or_is_not_asked_for_leaves_the_times(
+    suite, cli, tmp_path, monkeypatch
+):
+    recipe = tmp_path / "plain.yaml"
+    recipe.write_text(PLAIN_RECIPE)
+
+    def refuse(artifact, *rest, **named):
+        raise ArtifactError(f"{artifact.name}: cannot be profiled")
+
+    monkeypatch.setattr(breakdown, "look_into", refuse)
+    file = suite("eager", {"rankopt": {"recipes": [str(recipe)]}}, goals={"eager": {"ci_low": 1e6}})
+    out = tmp_path / "peers.json"
+    said = cli("bench", file, "--out", out).stdout
+    result = json.loads(out.read_text())
+    assert {row["arm"] for row in result["rows"]} == {"eager", "rankopt"}
+    [failed] = result["not_broken_down"]
+    assert failed["batch_sizes"] == [1, 16]
+    assert failed["error"] == "artifact: cannot be profiled"
+    assert "time not broken down: small: batch 1, 16: artifact: cannot be profiled" in said
+    assert {cell["bound"] for cell in result["missed_goals"]} == {None}
+    assert "what bounds it was not looked into" in said
+
+    done = cli("bench", file, "--out", out, "--overwrite", "--no-breakdown")
+    assert done.exit_code == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["suite"]["breakdown"] is False
+    assert result["time_breakdown"] == result["not_broken_down"] == result["peaks"] == []
+    assert len(result["rows"]) == 4
 
 
 def test_a_result_is_replaced_only_when_asked(suite, cli, tmp_path):

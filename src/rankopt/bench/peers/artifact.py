@@ -17,6 +17,9 @@ from rankopt.models.card import ModelCard
 if TYPE_CHECKING:
     from rankopt.bench.arms import ArmCallable
 
+ARTIFACT = "artifact"
+"""Of a setting's files, the artifact's folder."""
+
 
 class RankoptArtifact(Peer):
     """`rankopt optimize RECIPE`, its passes kept or dropped on this machine.
@@ -56,7 +59,7 @@ class RankoptArtifact(Peer):
             setting["recipe"],
             job.load_card(),
             job.checkpoint,
-            out=folder / "artifact",
+            out=folder / ARTIFACT,
             num_threads=job.num_threads,
             progress=lambda line: print(line, flush=True),
         )
@@ -66,7 +69,7 @@ class RankoptArtifact(Peer):
         from rankopt.runtime import load_artifact
 
         assert folder is not None
-        artifact: ArmCallable = load_artifact(folder / "artifact")
+        artifact: ArmCallable = load_artifact(folder / ARTIFACT)
         return artifact
 
 

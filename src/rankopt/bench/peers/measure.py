@@ -13,6 +13,7 @@ from rankopt.bench.ab import Scores
 from rankopt.bench.arms import ArmSpec, hash_path
 from rankopt.bench.backend import WorkerDied
 from rankopt.bench.peers.arm import peer_arm
+from rankopt.bench.peers.breakdown import Breakdown, break_down_artifacts
 from rankopt.bench.peers.eager import Eager
 from rankopt.bench.peers.peer import Peer, PeerError, PeerJob, Setting
 from rankopt.bench.peers.result import ModelResult, NotRun, TriedSetting
@@ -53,6 +54,15 @@ class ChosenArm:
 
     def setting(self, batch_size: int) -> Setting:
         return self.trials[self.by_batch[batch_size]].setting
+
+    def files(self) -> dict[int, tuple[Setting, Path]]:
+        """Return each batch size's setting with its prepared files, of an arm that has some."""
+        used = {size: self.trials[index] for size, index in self.by_batch.items()}
+        return {
+            size: (trial.setting, trial.folder)
+            for size, trial in used.items()
+            if trial.folder is not None
+        }
 
 
 def measure_model(
@@ -137,6 +147,7 @@ class _ModelRun:
             for size in self.plan.batch_sizes
         }
         rows = rows_of(self.model, records, ok, settings)
+        breakdown = self._break_down()
         return ModelResult(
             model=self.model,
             rows=tuple(rows),
@@ -146,7 +157,19 @@ class _ModelRun:
             settings=tuple(self.tried),
             notes=tuple(self._notes(records)),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            time_breakdown=breakdown.rows,
+            peaks=breakdown.peaks,
+            not_broken_down=breakdown.failed,
         )
+
+    def _break_down(self) -> Breakdown:
+        """Say where the time of rankopt's arm goes; every arm's process has ended."""
+        arm = self.chosen.get(RANKOPT)
+        if not self.suite.breakdown or arm is None:
+            return Breakdown()
+        self.progress(f"{self.model}: where the time of {RANKOPT}'s arm goes")
+        threads = self.bench.job.num_threads
+        return break_down_artifacts(self.model, arm.files(), self.rows, threads, self.detail)
 
     def _control(self) -> dict[str, Scores]:
         """Score the test rows in eager PyTorch, which every arm is judged against."""

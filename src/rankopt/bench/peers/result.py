@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from rankopt.diagnose.schema import Bound, Part, PartRow, Timing
 from rankopt.review.schema import MetricParity
 
 
@@ -59,6 +60,8 @@ class GeometricMean(_Frozen):
     """None: all batch sizes."""
     ratio: float
     num_cells: int
+    goal: float | None = None
+    """What the suite asks of it; for all batch sizes together only."""
 
 
 class TriedSetting(_Frozen):
@@ -85,6 +88,67 @@ class NotRun(_Frozen):
     error: str
 
 
+class TimeBreakdown(_Frozen):
+    """Where the time of one call of rankopt's arm goes, timed after the arms and without them.
+
+    Attributes:
+        whole: one call in the process that looked into it; its own time, not that of `rows`.
+        parts: largest first; with `unexplained_share` they make the whole.
+        setting: of the arm, at this batch size.
+    """
+
+    model: str
+    batch_size: int
+    setting: dict[str, Any]
+    whole: Timing
+    parts: tuple[PartRow, ...]
+    unexplained_share: float
+    notes: tuple[str, ...]
+
+
+class ModelPeaks(_Frozen):
+    """What the machine could do when a model was looked into: bytes or operations a second."""
+
+    model: str
+    isa: str
+    num_threads: int
+    int8_per_s: float
+    fp32_per_s: float
+    bf16_per_s: float | None
+    read_bytes_per_s: dict[int, float]
+    """Size of the buffer that is read in order -> rate."""
+
+
+class NotBrokenDown(_Frozen):
+    """A model's batch sizes whose time could not be looked into."""
+
+    model: str
+    batch_sizes: tuple[int, ...]
+    error: str
+
+
+class MissedGoal(Comparison):
+    """A cell that misses what the suite asks, and what bounds rankopt there.
+
+    Attributes:
+        against: `best_peer` or `eager`.
+        peer: the arm that rankopt is compared with.
+        wanted: of `ci_low` and `geometric_mean`, those that are missed.
+        bound: what most of the call's time is nearest to; None where it was not looked into.
+        bound_share: that time's share of the call.
+        largest_of_limit: how much of the largest part's time its nearest limit explains.
+    """
+
+    against: str
+    peer: str
+    wanted: dict[str, float]
+    bound: Bound | None = None
+    bound_share: float | None = None
+    largest_part: Part | None = None
+    largest_share: float | None = None
+    largest_of_limit: float | None = None
+
+
 class ModelResult(_Frozen):
     """Everything measured on one model."""
 
@@ -96,6 +160,9 @@ class ModelResult(_Frozen):
     settings: tuple[TriedSetting, ...]
     notes: tuple[str, ...]
     measured_at: str
+    time_breakdown: tuple[TimeBreakdown, ...] = ()
+    peaks: ModelPeaks | None = None
+    not_broken_down: tuple[NotBrokenDown, ...] = ()
 
 
 class PeerResult(_Frozen):
@@ -112,3 +179,8 @@ class PeerResult(_Frozen):
     not_run: tuple[NotRun, ...]
     settings: tuple[TriedSetting, ...]
     notes: tuple[str, ...]
+    time_breakdown: tuple[TimeBreakdown, ...] = ()
+    """One for each model and batch size that rankopt ran."""
+    peaks: tuple[ModelPeaks, ...] = ()
+    not_broken_down: tuple[NotBrokenDown, ...] = ()
+    missed_goals: tuple[MissedGoal, ...] = ()

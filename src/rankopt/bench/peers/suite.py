@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from rankopt.bench.peers.goals import Goals
 from rankopt.bench.peers.peer import Peer
 from rankopt.bench.peers.registry import find_peer, peer_kinds
 from rankopt.bench.plan import BenchPlan
@@ -44,6 +45,7 @@ class PeerSuite(BaseModel):
           - rankopt: {recipes: [serve-int8]}
         ne_margin: 0.1%
         plan: {batch_sizes: [1, 64], min_blocks: 8, max_blocks: 12}
+        goals: {best_peer: {geometric_mean: 1.6}}
         ```
     """
 
@@ -60,6 +62,10 @@ class PeerSuite(BaseModel):
     """How much worse an arm's NE may be than eager's, as a share; judged by its interval."""
     prepare_timeout_s: float = Field(default=900.0, gt=0)
     """What exporting, quantising or compiling one setting may take."""
+    breakdown: bool = True
+    """After a model's arms are timed, say where the time of rankopt's goes."""
+    goals: Goals = Goals()
+    """What the ratios are held against; cells that miss it are listed."""
     path: Path | None = Field(default=None, exclude=True)
 
     @field_validator("ne_margin", mode="before")

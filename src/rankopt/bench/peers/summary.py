@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rankopt.bench.peers.goals import Goals
 from rankopt.bench.peers.result import Comparison, GeometricMean, PeerRow, SummaryRow
 from rankopt.bench.peers.suite import EAGER, RANKOPT
 from rankopt.bench.samples import BlockRecord
@@ -102,9 +103,12 @@ def compare_with_eager(rows: Sequence[PeerRow], records: Sequence[BlockRecord]) 
 
 
 def geometric_means(
-    summary: Iterable[SummaryRow], against_eager: Iterable[Comparison]
+    summary: Iterable[SummaryRow], against_eager: Iterable[Comparison], goals: Goals | None = None
 ) -> list[GeometricMean]:
-    """Average ratios over the cells that have one, per batch size and over all."""
+    """Average ratios over the cells that have one, per batch size and over all.
+
+    Goals are those of all batch sizes together.
+    """
     means = []
     for against, cells in (("best_peer", list(summary)), ("eager", list(against_eager))):
         sizes = sorted({cell.batch_size for cell in cells})
@@ -115,10 +119,15 @@ def geometric_means(
                 if cell.ratio is not None and batch_size in (None, cell.batch_size)
             ]
             if logs:
-                mean = math.exp(sum(logs) / len(logs))
                 means.append(
                     GeometricMean(
-                        against=against, batch_size=batch_size, ratio=mean, num_cells=len(logs)
+                        against=against,
+                        batch_size=batch_size,
+                        ratio=math.exp(sum(logs) / len(logs)),
+                        num_cells=len(logs),
+                        goal=goals.of(against).geometric_mean
+                        if goals is not None and batch_size is None
+                        else None,
                     )
                 )
     return means
