@@ -9,6 +9,7 @@ call.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from rankopt.artifact.constants import map_constants
 from rankopt.artifact.contract import encode_contract, explain
+from rankopt.artifact.judged import UnjudgedWarning, quality_with
 from rankopt.artifact.manifest import (
     CONSTANTS,
     PROGRAM,
@@ -32,6 +34,7 @@ from rankopt.capture.requests import REQUEST_INDEX
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, ContractError, Problem
 from rankopt.kernels.build import load_kernels
+from rankopt.kernels.ops import current_isa
 
 
 class LoadedArtifact:
@@ -182,6 +185,10 @@ def _pack_for_fbgemm(
 def load_artifact(folder: str | Path) -> LoadedArtifact:
     """Load an artifact made by `rankopt optimize`.
 
+    Warns:
+        UnjudgedWarning: its quality was judged with another instruction set than kernels use here;
+            the warning names both and the command that judges it again.
+
     Raises:
         ArtifactError: it is damaged, incomplete, or compiled for another machine.
         EnvironmentProblem: the kernels cannot be built here.
@@ -200,6 +207,9 @@ def load_artifact(folder: str | Path) -> LoadedArtifact:
         raise ArtifactError(
             f"{path / CONSTANTS}: is truncated ({size_bytes} bytes). Copy the folder again."
         )
+    quality, why = quality_with(path, manifest, current_isa())
+    if quality != "pass":
+        warnings.warn(f"{path}: {why}", UnjudgedWarning, stacklevel=2)
     return LoadedArtifact(path, manifest)
 
 

@@ -1,13 +1,12 @@
 """An artifact of both forms: its contract, its check in a fresh process, new weights, old errors.
 
-One artifact is compiled: DLRM with two tables' calls and an fbgemm layer in each form.
+DLRM has two tables' calls and an fbgemm layer in each form, DIN the table that both forms read.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,14 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from artifact.workshop import _root, edit_manifest, loaded
-from conftest import CHECKOUT
-from passes.requests_zoo import both_forms
-from passes.zoo import card, context, features_of
-from rankopt.artifact.build import write_artifact
+from artifact.two_forms import NUM_IDS, both, din, dlrm_card, save_weights
+from artifact.workshop import edit_manifest, loaded
+from passes.requests_zoo import LARGE_DIM, LARGE_IDS, both_forms
+from passes.zoo import features_of
 from rankopt.artifact.contract import contract_of
 from rankopt.artifact.manifest import (
-    PASSES,
     REQUEST_CHECKS,
     REQUEST_CONSTANTS,
     REQUEST_PROGRAM,
@@ -33,95 +30,9 @@ from rankopt.artifact.requests import RequestContract
 from rankopt.artifact.verify import verify_artifact
 from rankopt.bench.arms import ArmSpec, load_arm
 from rankopt.bench.request_rows import RequestArm
-from rankopt.bundle import build_bundle
-from rankopt.capture.export import trace_example
 from rankopt.capture.requests import REQUEST_INDEX
 from rankopt.errors import ArtifactError, ContractError, UsageError
-from rankopt.jobs.decisions import write_choices
-from rankopt.models.build import build_model
-from rankopt.models.card import ModelCard
-from rankopt.models.checkpoint import save_checkpoint
-from rankopt.passes.forms import apply_to_forms
-from rankopt.recipe import Recipe, parse_recipe
-from rankopt.review.schema import PassRecord
 from rankopt.runtime import LoadedArtifact, load_artifact
-
-NUM_IDS = [30, 30, 30, 20, 20]
-RECIPE = {
-    "name": "both",
-    "passes": [
-        {"hoist_requests": {"request_size": 20}},
-        {"fuse_embeddings": {}},
-        {
-            "quantize_dense": {
-                "backend": "fbgemm",
-                "min_inputs": 1,
-                "rules": [
-                    {"select": "model.top.4", "use": True},
-                    {"select": "*", "use": False},
-                ],
-            }
-        },
-        {"export_aoti": {}},
-    ],
-}
-
-
-@dataclass(frozen=True)
-class Both:
-    card: ModelCard
-    recipe: Recipe
-    folder: Path
-    checkpoint: Path
-
-
-def dlrm_card() -> ModelCard:
-    inputs = (
-        {"kind": "dense", "name": "dense", "columns": ["a", "b"], "request_level": True},
-        {"kind": "ids", "name": "user", "columns": ["u", "v", "w"], "num_ids": 30},
-        {"kind": "ids", "name": "ad", "columns": ["x", "y"], "num_ids": 20},
-    )
-    made = card("both", inputs[0], {**inputs[1], "request_level": True}, inputs[2])
-    raw = made.model_dump(mode="json") | {
-        "factory": f"{CHECKOUT}/benchmarks/hoisting/two_sided.py:make_dlrm",
-        "config": {
-            "num_ids": NUM_IDS,
-            "num_dense": 2,
-            "embedding_dim": 8,
-            "bottom_mlp": [8],
-            "top_mlp": [24, 16],
-        },
-    }
-    return ModelCard.model_validate(raw)
-
-
-def save_weights(model_card: ModelCard, seed: int, file: Path) -> Path:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        module = build_model(model_card, allow_random=True).module
-    save_checkpoint({name: 3 * value for name, value in module.state_dict().items()}, file)
-    return file
-
-
-@cache
-def both() -> Both:
-    root = Path(_root().name)
-    model_card, recipe = dlrm_card(), parse_recipe(RECIPE, where="here")
-    checkpoint = save_weights(model_card, 3, root / "both.safetensors")
-    bundle = build_bundle(
-        model_card, build_model(model_card, checkpoint).module, trace_example(model_card)
-    )
-    records = []
-    for step in recipe.passes:
-        about = context()
-        changed = apply_to_forms(step, bundle, about)
-        assert changed is not bundle, about.notes
-        bundle = changed
-        records.append(PassRecord(kind=step.kind, changed=True, kept=True, reason="as planned"))
-    folder = root / "both"
-    write_artifact(bundle, folder, control_size_bytes=1)
-    write_choices(folder / PASSES, recipe, model_card, records)
-    return Both(model_card, recipe, folder, checkpoint)
 
 
 @cache
@@ -157,6 +68,13 @@ def test_only_the_shares_of_split_layers_are_stored_twice() -> None:
     assert manifest.size_bytes < sum(e.size_bytes for e in manifest.constants) + tables
     assert manifest.requests.operations < manifest.requests.operations_before
     assert {REQUEST_PROGRAM, REQUEST_CHECKS} <= set(manifest.files)
+
+
+def test_each_table_of_din_is_stored_once() -> None:
+    manifest = read_manifest(din()[1])
+    table = LARGE_IDS * LARGE_DIM * 4
+    # Items, two of users, genres; the layers of both forms together are smaller than one of them.
+    assert 4 * table < manifest.size_bytes < 5 * table
 
 
 def changed(features: dict[str, Tensor], **tensors: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from artifact.workshop import alter_weights, built, copy_of, edit_manifest
 from rankopt.artifact import verify
 from rankopt.artifact.build import CHECK_BATCHES
+from rankopt.artifact.judged import UnjudgedWarning
 from rankopt.artifact.manifest import (
     CHECKS,
     CONSTANTS,
@@ -139,8 +140,10 @@ def test_other_kernels_than_it_was_judged_on_are_noted(
 ) -> None:
     folder = copy_of("dlrm-native", tmp_path)
     edit_manifest(folder, judged_isa="another")
-    found = verify_here(folder, capsys)
+    with pytest.warns(UnjudgedWarning, match="judged with another"):
+        found = verify_here(folder, capsys)
     assert found.passed
+    assert found.verdict == "inconclusive"
     assert "judged with another" in found.notes[0]
 
 

@@ -213,6 +213,22 @@ REQUEST_MODELS: dict[str, tuple[Callable[[], ModelCard], Callable[[], nn.Module]
 }
 
 
+LARGE_IDS, LARGE_DIM = 2_000, 8
+
+
+def large_din() -> tuple[ModelCard, nn.Module]:
+    """Make a DIN with tables larger than all of its layers: items, two of users, genres."""
+    raw = _din("din").model_dump(mode="json")
+    inputs = [{**item, "num_ids": LARGE_IDS} for item in raw["inputs"]]
+    model = seeded(
+        lambda: DIN(
+            LARGE_IDS, [LARGE_IDS] * 2, num_genres=LARGE_IDS, embedding_dim=LARGE_DIM,
+            history_length=7, attention_mlp=[10, 6], top_mlp=[12],
+        )
+    )  # fmt: skip
+    return ModelCard.model_validate(raw | {"inputs": inputs}), model
+
+
 def two_scores() -> tuple[ModelCard, nn.Module]:
     made = card("two", ragged("tags", NUM_IDS, max_length=5, **SHARED), ids("ad", NUM_IDS))
     outputs = [{"name": name, "label": "label", "index": i} for i, name in enumerate("ab")]

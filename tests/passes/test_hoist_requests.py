@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from passes.requests_zoo import (
+    LARGE_DIM,
+    LARGE_IDS,
     NUM_IDS,
     REQUEST_MODELS,
     SHARED,
@@ -18,16 +21,21 @@ from passes.requests_zoo import (
     bundle_for,
     columns,
     dense,
+    large_din,
     request_bundle,
     two_scores,
 )
 from passes.zoo import card, context, ids, ragged, seeded
+from rankopt.artifact.constants import stored_bytes, write_constants
 from rankopt.artifact.contract import contract_of
+from rankopt.artifact.requests import named_for_requests
 from rankopt.bundle import ModelBundle
 from rankopt.capture.requests import REQUEST_INDEX
 from rankopt.environment import collect_environment
 from rankopt.models.hstu import HSTU
+from rankopt.passes.base import Pass
 from rankopt.passes.forms import REQUESTS, apply_to_forms
+from rankopt.passes.fuse_attention import FuseAttention
 from rankopt.passes.fuse_embeddings import FuseEmbeddings
 from rankopt.passes.graph import aten
 from rankopt.passes.hoist_requests import HoistRequests, largest_difference
@@ -254,6 +262,60 @@ def test_tables_are_stored_once_where_both_forms_join_the_same_lookups() -> None
     assert bundle.batches
     for store in bundle.batches:
         assert torch.equal(mine[store], other[store])
+
+
+STEPS: dict[str, tuple[Pass, ...]] = {
+    "fused": (FuseEmbeddings(),),
+    "fused in two steps": (
+        FuseEmbeddings(forms=("bag",)),
+        FuseEmbeddings(forms=("single", "sequence")),
+    ),
+    "quantised": (QuantizeEmbeddings(),),
+    "fused and quantised": (FuseEmbeddings(), QuantizeEmbeddings()),
+    "packed, fused and quantised": (FuseAttention(), FuseEmbeddings(), QuantizeEmbeddings()),
+}
+
+
+@cache
+def large_din_bundle() -> ModelBundle:
+    return hoisted(bundle_for(*large_din()))
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_every_table_of_din_is_stored_once(steps: str, tmp_path: Path) -> None:
+    bundle = large_din_bundle()
+    for step in STEPS[steps]:
+        bundle = apply_to_forms(step, bundle, context())
+    mine, other = bundle.constants, named_for_requests(form_of(bundle).constants)
+    # The item table, two of users, genres; all layers of both forms take less than one of them.
+    quantised = any(isinstance(step, QuantizeEmbeddings) for step in STEPS[steps])
+    table = LARGE_IDS * (LARGE_DIM + 4 if quantised else LARGE_DIM * 4)
+    assert 4 * table < stored_bytes(write_constants(mine | other, tmp_path / "both")) < 5 * table
+    assert bundle.size_bytes < 5 * table
+
+
+def test_a_form_reads_the_tables_that_the_plain_one_joined() -> None:
+    plain = hoisted_bundle("din")
+    bundle = apply_to_forms(FuseEmbeddings(), plain, context())
+    ((store, batch),) = bundle.batches.items()
+    names = {slot.name for slot in batch.slots}
+    assert "item" not in names  # the plain form looks it up alone, once as rows and once as lists
+    assert form_of(bundle).batches == {store: batch}
+    assert torch.equal(form_of(bundle).constants[store], bundle.constants[store])
+    _, requests = both_forms(bundle.card, [3, 4])
+    expected, scores = form_of(plain).run(requests), form_of(bundle).run(requests)
+    assert torch.equal(scores["score"], expected["score"])
+
+
+@pytest.mark.parametrize("name", ["din", "hstu"])
+def test_attention_is_packed_in_the_plain_form_and_left_padded_in_the_other(name: str) -> None:
+    bundle, about = hoisted_bundle(name), context()
+    packed = apply_to_forms(FuseAttention(), bundle, about)
+    assert packed is not bundle
+    assert any(note.startswith(f"{REQUESTS}history: stays padded") for note in about.notes)
+    plain, requests = both_forms(bundle.card, [2, 0, 5])
+    expected, score = packed.run(plain)["score"], form_of(packed).run(requests)["score"]
+    torch.testing.assert_close(score, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_selector_that_only_the_plain_form_has_is_noted() -> None:

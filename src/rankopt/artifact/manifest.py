@@ -115,7 +115,8 @@ class Manifest(_Frozen):
     operators: tuple[str, ...]
     """Operator libraries to load first: `fbgemm`, `rankopt`."""
     judged_isa: str
-    """The kernels' instruction set on which the artifact was checked."""
+    """The kernels' instruction set with which passes were judged and the artifact was checked.
+    `judged/` has what was found with others."""
     libraries: dict[str, str]
     compiler_options: dict[str, Any]
     tolerance: float

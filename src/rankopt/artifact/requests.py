@@ -26,7 +26,7 @@ from rankopt.artifact.manifest import (
 from rankopt.bundle import ModelBundle
 from rankopt.capture.export import MAX_BATCH
 from rankopt.capture.requests import REQUEST_INDEX, random_requests
-from rankopt.errors import Problem
+from rankopt.errors import ArtifactError, Problem
 
 CHECK_SIZES = ((1,), (2, 1, 4), (64,))
 """Candidates of each request in the calls that an artifact is checked on."""
@@ -104,6 +104,18 @@ def request_form(bundle: ModelBundle, entries: Sequence[ConstantEntry]) -> Reque
         operations=count.left,
         operations_before=count.before,
     )
+
+
+def require_requests(folder: Path, manifest: Manifest) -> None:
+    """Refuse an artifact without the second form.
+
+    Raises:
+        ArtifactError: says how to get it.
+    """
+    if manifest.requests is None:
+        raise ArtifactError(
+            f"{folder}: takes no {REQUEST_INDEX}: build it with the pass hoist_requests."
+        )
 
 
 def named_for_requests(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from rankopt.artifact.judged import quality_with
 from rankopt.artifact.manifest import CHECKS, Manifest, damaged_files, read_manifest
 from rankopt.errors import ArtifactError, RankoptError
+from rankopt.review.schema import MetricParity, Verdict
 
 TIMEOUT_S = 600
 ROW_BATCH = 33
@@ -33,6 +35,8 @@ class Verification(BaseModel):
             scores no single row.
         batch_sizes: sizes that ran.
         isa: the kernels' instruction set here, which may differ from where it was judged.
+        quality: what is known of quality with that one; None where it was not looked up.
+        metrics: as judged in this run, where rows were given.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,11 +48,19 @@ class Verification(BaseModel):
     batch_sizes: tuple[int, ...] = ()
     isa: str | None = None
     judged_isa: str | None = None
+    quality: Verdict | None = None
+    metrics: dict[str, MetricParity] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
+        """Whether the files are whole and the outputs those of the bundle."""
         return not self.problems
+
+    @property
+    def verdict(self) -> Verdict:
+        """The answer, quality included: inconclusive where it was judged with other kernels."""
+        return (self.quality or "pass") if self.passed else "fail"
 
 
 def verify_artifact(folder: Path) -> Verification:
@@ -94,13 +106,8 @@ def _verify_here(folder: Path) -> Verification:
         alone = _rows_alone(artifact, manifest) if manifest.min_batch == 1 else None
     except RankoptError as error:  # a part that stays eager may raise
         return Verification(artifact=str(folder), problems=(str(error),))
-    notes = []
     isa = current_isa()
-    if isa != manifest.judged_isa:
-        notes.append(
-            f"built and judged with {manifest.judged_isa}, running with {isa}: quality was judged "
-            "there; judge it again here with `rankopt ab`"
-        )
+    quality, why = quality_with(folder, manifest, isa)
     return Verification(
         artifact=str(folder),
         problems=tuple(problems),
@@ -109,7 +116,8 @@ def _verify_here(folder: Path) -> Verification:
         batch_sizes=sizes,
         isa=isa,
         judged_isa=manifest.judged_isa,
-        notes=tuple(notes),
+        quality=quality,
+        notes=() if why is None else (why,),
     )
 
 

@@ -91,6 +91,7 @@ def run_ab(
     workdir: Path,
     resume: bool = False,
     progress: Progress | None = None,
+    timed: bool = True,
 ) -> AbResult:
     """Run control, candidate and baselines on the same rows, in turns.
 
@@ -105,6 +106,7 @@ def run_ab(
         workdir: keeps rows, predictions, raw samples and worker logs.
         resume: continue the run that `workdir` holds; finished blocks are not timed again.
         progress: told one line per step.
+        timed: False makes predictions only.
 
     Raises:
         OutputExistsError: `workdir` holds samples and `resume` is False.
@@ -125,7 +127,7 @@ def run_ab(
             probabilities_of(predict_rows(crew, label, rows.num_rows, workdir), card, label)
             for label in (control.label, candidate.label)
         ]
-        records = time_crew(crew)
+        records = time_crew(crew) if timed else []
     return AbResult(
         control_predictions=predictions[0],
         candidate_predictions=predictions[1],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rankopt.bench.arms import ArmSpec
-from rankopt.errors import ArtifactError, UsageError
+from rankopt.errors import UsageError
 from rankopt.problems import problems_of_validation
 
 if TYPE_CHECKING:
@@ -45,11 +45,9 @@ class RequestArm:
 
     def __init__(self, artifact: LoadedArtifact, request_size: int) -> None:
         from rankopt.artifact.manifest import card_of
+        from rankopt.artifact.requests import require_requests
 
-        if artifact.manifest.requests is None:
-            raise ArtifactError(
-                f"{artifact.folder}: takes no request_index: build it with the pass hoist_requests."
-            )
+        require_requests(artifact.folder, artifact.manifest)
         self._artifact = artifact
         self._card = card_of(artifact.manifest)
         self._request_size = request_size

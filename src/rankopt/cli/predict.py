@@ -18,6 +18,13 @@ def predict(
     data: Annotated[str, typer.Option("--data", help="The rows: a parquet, csv or Criteo file.")],
     out: Annotated[Path, typer.Option("--out", help="The parquet file to write.")],
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows a call.")] = 512,
+    requests: Annotated[
+        bool,
+        typer.Option(
+            "--requests",
+            help="Compute what the rows of a request share once (pass hoist_requests).",
+        ),
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Score a file: OUT holds row_id and one probability per output, in the input's order."""
@@ -31,6 +38,7 @@ def predict(
             data,
             out,
             batch_size=batch_size,
+            requests=requests,
             overwrite=overwrite,
             progress=progress.update,
         )

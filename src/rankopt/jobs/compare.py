@@ -174,8 +174,9 @@ class Comparison:
         reproduce: str,
         progress: Progress,
         detail: Progress,
+        timed: bool = True,
     ) -> Report:
-        """Score, time, compute quality, judge."""
+        """Score, time unless `timed` is off, compute quality, judge."""
         workdir.mkdir(parents=True, exist_ok=True)
         progress("reading the rows of the verdict")
         splits = open_splits(self.card, data)
@@ -195,6 +196,7 @@ class Comparison:
             workdir=workdir,
             resume=resume,
             progress=detail,
+            timed=timed,
         )
         progress("comparing quality")
         subject = Subject(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankopt.errors import EnvironmentProblem
 from rankopt.kernels import attention, interaction, lookup, mlp
 from rankopt.kernels.build import load_kernels
 
@@ -145,9 +146,16 @@ def supported_isas() -> list[str]:
 
 
 def current_isa() -> str:
-    """Return the instruction set in use: the best one, or what RANKOPT_ISA or `set_isa` named."""
+    """Return the instruction set in use: the best one, or what RANKOPT_ISA or `set_isa` named.
+
+    Raises:
+        EnvironmentProblem: RANKOPT_ISA names none that this CPU has.
+    """
     load_kernels()
-    return str(torch.ops.rankopt.isa())
+    try:
+        return str(torch.ops.rankopt.isa())
+    except RuntimeError as error:
+        raise EnvironmentProblem(str(error).splitlines()[0]) from error
 
 
 def set_isa(name: str) -> None:

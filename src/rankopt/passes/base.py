@@ -32,12 +32,15 @@ class PassContext:
         workdir: a folder for files that outlive the call.
         notes: one sentence per thing the pass did not do, and why.
         choices: what an earlier run chose (`passes.json`), to be taken as it stands.
+        plain: the plain form as the pass has left it, while the pass rewrites the one with
+            `request_index`; both read one copy of the tables, so this one follows that one.
     """
 
     environment: Environment
     workdir: Path
     notes: list[str] = field(default_factory=list)
     choices: dict[str, Any] = field(default_factory=dict)
+    plain: ModelBundle | None = None
 
     def note(self, text: str) -> None:
         self.notes.append(text)

@@ -22,7 +22,7 @@ def apply_to_forms(step: Pass, bundle: ModelBundle, context: PassContext) -> Mod
     other = after.requests
     if other is None or other is not bundle.requests:
         return after
-    inner = PassContext(context.environment, context.workdir, choices=context.choices)
+    inner = replace(context, notes=[], plain=after)
     try:
         changed = step.apply(other, inner)
     except SelectorError as error:

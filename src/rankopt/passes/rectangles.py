@@ -138,9 +138,9 @@ def _sources(node: Node) -> set[Node]:
 
 
 def ragged_inputs(module: GraphModule, card: ModelCard) -> list[RaggedInput]:
-    """List the ragged inputs of a graph whose inputs are the card's."""
+    """List the ragged inputs of a graph that takes the card's, and perhaps `request_index`."""
     placeholders = module.graph.find_nodes(op="placeholder")
-    by_name = dict(zip(card.tensor_names, placeholders, strict=True))
+    by_name = dict(zip(card.tensor_names, placeholders, strict=False))
     return [
         RaggedInput(
             item.name,

@@ -94,7 +94,10 @@ def _levels(lookups: Sequence[Lookup]) -> dict[Node, int]:
 
 
 def emit_groups(
-    module: GraphModule, groups: Sequence[Group], dtypes: Mapping[str, TableDtype]
+    module: GraphModule,
+    groups: Sequence[Group],
+    dtypes: Mapping[str, TableDtype],
+    shared: tuple[TableBatch, torch.Tensor] | None = None,
 ) -> tuple[str, TableBatch]:
     """Replace the lookups by few calls; all calls read one store, each table once in it.
 
@@ -102,18 +105,14 @@ def emit_groups(
         module: the graph, changed in place.
         groups: from `group_lookups`.
         dtypes: storage type of every table.
+        shared: the store of another form of the model, to be read in place of one of its own; it
+            holds at least the tables of the lookups.
 
     Returns:
         The name of the constant that holds the rows, and what lies in it.
     """
-    weights: dict[str, torch.Tensor] = {}
     every = [lookup for group in groups for lookup in group.lookups]
-    for lookup in every:
-        weights[lookup.table] = _without_padding_row(lookup, weights.get(lookup.table))
-    # By name: two forms of a model that look the same tables up in another order share the store.
-    names = sorted(weights)
-    tables = [weights[name] for name in names]
-    batch, storage = pack_batch(names, tables, [dtypes[name] for name in names])
+    batch, storage = shared or _pack(every, dtypes)
     store = add_constant(module, "tables", storage)
     writer = _Writer(module, store, batch, [lookup.node for lookup in every])
     for group in groups:
@@ -122,6 +121,17 @@ def emit_groups(
         else:
             writer.write_sequences(group.lookups)
     return store, batch
+
+
+def _pack(
+    lookups: Sequence[Lookup], dtypes: Mapping[str, TableDtype]
+) -> tuple[TableBatch, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for lookup in lookups:
+        weights[lookup.table] = _without_padding_row(lookup, weights.get(lookup.table))
+    # By name: two forms of a model that look the same tables up in another order share the store.
+    names = sorted(weights)
+    return pack_batch(names, [weights[name] for name in names], [dtypes[name] for name in names])
 
 
 def _without_padding_row(lookup: Lookup, earlier: torch.Tensor | None) -> torch.Tensor:
