@@ -1,7 +1,7 @@
 """Turn what serving does not need into nothing, and writes in place into plain results.
 
-Dropout outside training returns its input, and so do checks of dtypes that the input contract
-makes before. An operator that writes into a value which nobody else reads is the same as one that
+Dropout outside training returns its input, and so does a cast to the type that a value has; checks
+of dtypes are made by the input contract before. An operator that writes into a value which nobody else reads is the same as one that
 returns a new value; only the second kind can be moved or dropped.
 """
 
@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from rankopt.capture.folding import written_values
 from rankopt.passes.emit import Emitter
-from rankopt.passes.graph import arguments, aten
+from rankopt.passes.graph import arguments, aten, fake, schema_values
 from rankopt.passes.order import written_roots
 
 _DROPOUT = {
@@ -28,7 +28,7 @@ _DROPOUT = {
 
 
 def drop_identities(emitter: Emitter) -> int:
-    """Remove dropout outside training and checks of dtypes; returns how many dropouts."""
+    """Remove dropout outside training, casts and checks of dtypes; returns how many dropouts."""
     removed = 0
     for node in list(emitter.graph.nodes):
         if node.target in _DROPOUT and (_is_off(node)):
@@ -36,7 +36,16 @@ def drop_identities(emitter: Emitter) -> int:
             removed += 1
         elif node.target == aten._assert_tensor_metadata.default and not node.users:
             emitter.graph.erase_node(node)
+        elif node.target == aten.to.dtype and _keeps_type(node):
+            emitter.replace(node, arguments(node)[0])
     return removed
+
+
+def _keeps_type(node: Node) -> bool:
+    """Tell whether a cast returns the very value that it is given."""
+    given = schema_values(node)
+    plain = not given["copy"] and given["memory_format"] is None
+    return plain and fake(given["self"]).dtype == given["dtype"]
 
 
 def _is_off(node: Node) -> bool:

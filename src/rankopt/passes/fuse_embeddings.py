@@ -48,7 +48,7 @@ class FuseEmbeddings(Pass):
             if groups:
                 tables = [lookup.table for group in groups for lookup in group.lookups]
                 dtypes: dict[str, TableDtype] = dict.fromkeys(tables, "fp32")
-                store, batch = emit_groups(module, groups, dtypes)
+                store, batch = emit_groups(module, groups, dtypes, bundle.card)
                 batches[store] = batch
                 changed = True
 
