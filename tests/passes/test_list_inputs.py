@@ -103,9 +103,7 @@ def test_a_dlrm_of_torchrec_reads_values_and_lengths_alone(
     max_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape: dict[str, Any] = {"num_dense": 2, "embedding_dim": 4}
-    model = seeded(
-        lambda: DLRMTorchrec(KEYS, NUM_IDS, bottom_mlp=(5,), top_mlp=(6,), **shape)
-    )
+    model = seeded(lambda: DLRMTorchrec(KEYS, NUM_IDS, bottom_mlp=(5,), top_mlp=(6,), **shape))
     before = make_bundle(kjt_card(max_length=max_length, dense=True), model)
     assert num_scalars(before) > 0
     fused = apply_passes(before, FuseEmbeddings()).bundle

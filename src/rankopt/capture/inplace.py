@@ -1,7 +1,7 @@
 """Turn what serving does not need into nothing, and writes in place into plain results.
 
-Dropout outside training returns its input, and so does a cast to the type that a value has; checks
-of dtypes are made by the input contract before. An operator that writes into a value which nobody else reads is the same as one that
+Dropout outside training returns its input, and so do a cast to the type that a value has and, where
+nothing is trained, detaching; checks of dtypes are made by the input contract before. An operator that writes into a value which nobody else reads is the same as one that
 returns a new value; only the second kind can be moved or dropped.
 """
 
@@ -25,10 +25,11 @@ _DROPOUT = {
     aten.alpha_dropout.default,
     aten.feature_alpha_dropout.default,
 }
+_CASTS = {aten.to.dtype, aten.to.device}
 
 
 def drop_identities(emitter: Emitter) -> int:
-    """Remove dropout outside training, casts and checks of dtypes; returns how many dropouts."""
+    """Remove what returns its input, and checks of dtypes; returns how many dropouts."""
     removed = 0
     for node in list(emitter.graph.nodes):
         if node.target in _DROPOUT and (_is_off(node)):
@@ -36,16 +37,19 @@ def drop_identities(emitter: Emitter) -> int:
             removed += 1
         elif node.target == aten._assert_tensor_metadata.default and not node.users:
             emitter.graph.erase_node(node)
-        elif node.target == aten.to.dtype and _keeps_type(node):
+        elif node.target == aten.detach_.default or _keeps_type(node):
             emitter.replace(node, arguments(node)[0])
     return removed
 
 
 def _keeps_type(node: Node) -> bool:
-    """Tell whether a cast returns the very value that it is given."""
+    """Tell whether a node is a cast that returns the very value that it is given."""
+    if node.target not in _CASTS:
+        return False
     given = schema_values(node)
+    before, after = fake(given["self"]), fake(node)
     plain = not given["copy"] and given["memory_format"] is None
-    return plain and fake(given["self"]).dtype == given["dtype"]
+    return plain and before.dtype == after.dtype and before.device == after.device
 
 
 def _is_off(node: Node) -> bool:

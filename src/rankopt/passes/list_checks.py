@@ -156,9 +156,9 @@ class _Proof:
 
     def _count(self, number: Node) -> sympy.Expr:
         for index, probe in enumerate(self._probes):
-            feature = probe.feature_counted(number)
-            if feature is not None:
-                return sympy.Symbol(f"ids_{index}_{feature}")
+            features = probe.features_counted(number)
+            if features is not None:
+                return sympy.Add(*(sympy.Symbol(f"ids_{index}_{k}") for k in features))
         raise _NotProven
 
 

@@ -12,8 +12,10 @@ Shapes: F features of an input, P rows of a probe, L ids of all lists.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,16 +117,20 @@ class ListProbe:
         self._written = written
         generator = torch.Generator().manual_seed(0)
         num_rows = min(2 * (max(given.longest) + 1), _MOST_ROWS)
-        each = [torch.linspace(0, longest, num_rows, dtype=torch.float64).long() for longest in given.longest]
+        each = [
+            torch.linspace(0, longest, num_rows, dtype=torch.float64).long()
+            for longest in given.longest
+        ]
         order = [torch.randperm(num_rows, generator=generator) for _ in each]
         self._lengths = torch.stack([a[b] for a, b in zip(each, order, strict=True)])
         self._values, self._weights = self._made_up_ids(int(self._lengths.sum()))
         self._usable = len(self._values) > 0 and not given.nodes & written
         self._lists = _Run(module, given, self._lengths, self._values, self._weights)
-        # Counts of ids are told apart by numbers that no two sums of them share.
-        large = torch.randint(1 << 40, (len(given.longest), 4), generator=generator)
+        # Counts of ids are told apart by large numbers, which int32 still holds the sum of.
+        most = (2**31 - 1) // (4 * len(given.longest))
+        large = torch.randint(1, most, (len(given.longest), 4), generator=generator)
+        self._counted = _runs_of_features(large.sum(1).tolist())
         nothing = torch.empty(int(large.sum()), dtype=self._values.dtype, device="meta")
-        self._counts = large.sum(1).tolist()
         self._large = _Run(module, given, large, nothing, nothing.float())
 
     def _made_up_ids(self, count: int) -> tuple[Tensor, Tensor]:
@@ -159,15 +165,15 @@ class ListProbe:
         wanted, _ = self._of_features(self._weights)[feature]
         return self.given.weights if isinstance(found, Tensor) and _equal(found, wanted) else None
 
-    def feature_counted(self, number: Node) -> int | None:
-        """Return the feature whose ids a number counts; None where it says something else."""
+    def features_counted(self, number: Node) -> range | None:
+        """Return the features whose ids a number counts; None where it says something else."""
         if not self._usable or not self._follows(number):
             return None
-        large, count = self._large.value(number), self._lists.value(number)
-        if type(large) is not int or large not in self._counts:
+        features = self._counted.get(self._large.value(number))
+        if features is None:
             return None
-        feature = self._counts.index(large)
-        return feature if count == int(self._lengths[feature].sum()) else None
+        count = int(self._lengths[features.start : features.stop].sum())
+        return features if self._lists.value(number) == count else None
 
     def _run(self, node: Node) -> Any:
         return self._lists.value(node) if self._usable and self._follows(node) else None
@@ -197,6 +203,16 @@ class ListProbe:
                     return False
                 carriers.add(each)
         return True
+
+
+def _runs_of_features(counts: Sequence[int]) -> dict[int, range]:
+    """Map the ids of each feature, and of the first ones together, to which features those are."""
+    ends = itertools.accumulate(counts, initial=0)
+    runs = [(end, range(stop)) for stop, end in enumerate(ends)]
+    runs += [(count, range(k, k + 1)) for k, count in enumerate(counts)]
+    seen = Counter(number for number, _ in runs)
+    seen[counts[0]] -= 1  # the first feature alone is both
+    return {number: features for number, features in runs if seen[number] == 1}
 
 
 class _Run:
