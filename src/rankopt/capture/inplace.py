@@ -1,8 +1,9 @@
 """Turn what serving does not need into nothing, and writes in place into plain results.
 
 Dropout outside training returns its input, and so do a cast to the type that a value has and, where
-nothing is trained, detaching; checks of dtypes are made by the input contract before. An operator that writes into a value which nobody else reads is the same as one that
-returns a new value; only the second kind can be moved or dropped.
+nothing is trained, detaching; checks of dtypes are made by the input contract before. An operator
+that writes into a value which nobody else reads is the same as one that returns a new value; only
+the second kind can be moved or dropped.
 """
 
 from __future__ import annotations

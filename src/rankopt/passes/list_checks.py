@@ -83,7 +83,7 @@ class _Proof:
                 return bool(self._counts_in(node)) and self._holds(arguments(node)[0])
             if node.target in _RANGES:
                 return bool(self._counts_in(node)) and self._in_range(node)
-        except _NotProven:
+        except _NotProvenError:
             pass
         return False
 
@@ -115,11 +115,11 @@ class _Proof:
         if not isinstance(condition, Node):
             return condition is True
         if condition.target is operator.eq:
-            left, right = map_arg(condition.args, self._value)
+            left, right = self._values(condition)
             return bool(sympy.expand(left - right) == 0)
         if condition.target not in _RELATIONS:
             return False
-        left, right = map_arg(condition.args, self._value)
+        left, right = self._values(condition)
         return self._smallest(_RELATIONS[condition.target](left, right)) >= 0
 
     def _smallest(self, value: Any) -> float:
@@ -129,7 +129,7 @@ class _Proof:
             if term == 1:
                 smallest += float(factor)
             elif term not in self._largest:
-                raise _NotProven
+                raise _NotProvenError
             elif factor < 0:
                 smallest += float(factor) * self._largest[term]
         return smallest
@@ -140,6 +140,9 @@ class _Proof:
             self._counts[node] = self._derive(node)
         return self._counts[node]
 
+    def _values(self, node: Node) -> Any:
+        return map_arg(node.args, self._value)
+
     def _derive(self, node: Node) -> Any:
         given = arguments(node)
         if node.target in _NUMBERS:
@@ -148,19 +151,20 @@ class _Proof:
             if given[0] in self._sizes and given[1] == 0:
                 return self._sizes[given[0]]
             return sympy.Symbol(str(fake(given[0]).shape[given[1]]))
-        if node.target in _ARITHMETIC:
-            return node.target(*map_arg(given, self._value))
+        target: Any = node.target
+        if target in _ARITHMETIC:
+            return target(*self._values(node))
         if node.target is torch.sym_sum:
-            return sympy.Add(*map_arg(given, self._value)[0])
-        raise _NotProven
+            return sympy.Add(*self._values(node)[0])
+        raise _NotProvenError
 
     def _count(self, number: Node) -> sympy.Expr:
         for index, probe in enumerate(self._probes):
             features = probe.features_counted(number)
             if features is not None:
                 return sympy.Add(*(sympy.Symbol(f"ids_{index}_{k}") for k in features))
-        raise _NotProven
+        raise _NotProvenError
 
 
-class _NotProven(Exception):
+class _NotProvenError(Exception):
     """A check reads something else than counts of ids."""

@@ -180,7 +180,7 @@ class ListProbe:
 
     def _of_features(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Cut what lies one for each id into what belongs to each feature, with its lengths."""
-        pieces = flat.split(self._lengths.sum(1).tolist())
+        pieces = torch.split(flat, self._lengths.sum(1).tolist())
         return list(zip(pieces, self._lengths, strict=True))
 
     def _follows(self, node: Node) -> bool:
