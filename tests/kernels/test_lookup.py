@@ -98,10 +98,47 @@ def test_offsets_that_do_not_ascend_are_refused(offsets: Sequence[int]) -> None:
         look_up(store, lists, torch.tensor([1, 2, 3]), torch.tensor(offsets))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([1, 1, 0, 1, 0, 1], "do not add up to the 5 ids"),
+        ([1, 1, 0, 1, 2, 1], "do not add up to the 5 ids"),
+        ([1, -1, 2, 1, 1, 1], "one is negative"),
+        ([2**63 - 1, 2**63 - 1, 7, 0, 0, 0], "one is negative"),
+        ([1, 1, 1, 1, 1], r"reads feature 1 of 2 times 3 lengths; got \[5\]"),
+        ([1, 1, 1, 1, 1, 0, 0, 0], r"reads feature 1 of 2 times 3 lengths; got \[8\]"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(lengths: Sequence[int], words: str) -> None:
+    store, row = one_table()
+    keyed = replace(row, length=0, offsets=1, column=1, groups=2)
+    ids = torch.tensor([1, 2, 3, 4, 5])
+    assert look_up(store, keyed, ids, torch.tensor([1, 1, 0, 1, 2, 0])).shape == (3, DIM)
+    with pytest.raises(RuntimeError, match=words):
+        look_up(store, keyed, ids, torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("changes", [{"groups": -1}, {"column": 2}, {"column": -1}])
+def test_a_feature_that_lengths_do_not_have_is_refused(changes: dict[str, int]) -> None:
+    store, row = one_table()
+    keyed = replace(row, length=0, offsets=1, column=1, groups=2)
+    with pytest.raises(RuntimeError, match="reads feature"):
+        look_up(store, replace(keyed, **changes), torch.ones(6).long(), torch.ones(6).long())
+
+
+def test_lengths_of_another_type_and_ids_in_every_other_place_are_read() -> None:
+    store, row = one_table()
+    keyed = replace(row, length=0, offsets=1, column=1, groups=2)
+    ids, lengths = torch.arange(6), torch.tensor([1, 1, 0, 1, 2, 1])
+    spread = torch.stack([ids, ids + 90], dim=1)[:, 0]
+    found = look_up(store, keyed, spread, torch.stack([lengths, lengths], 1).int()[:, 0])
+    assert torch.equal(found, look_up(store, keyed, ids, lengths))
+
+
 def test_a_plan_reads_back() -> None:
-    rows = [PlanRow(MEAN, 64, 10, 8, 2, 3, 1, 4, 0, 2, 5), PlanRow(COPY, 0, 0, 5, 0, 11, 3)]
+    rows = [PlanRow(MEAN, 64, 10, 8, 2, 3, 1, 4, 0, 2, 5, 7), PlanRow(COPY, 0, 0, 5, 0, 11, 3)]
     assert decode_plan(encode_plan(rows)) == rows
-    assert encode_plan([]).shape == (0, 11)
+    assert encode_plan([]).shape == (0, 12)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
@@ -165,6 +202,9 @@ def test_traffic_counts_every_byte_once() -> None:
     ids = torch.zeros(100, 4, dtype=torch.int32)
     lists, offsets, weights = torch.zeros(350, dtype=torch.int64), torch.zeros(100), torch.ones(350)
     inputs = [torch.zeros(100, 5), ids, lists, offsets, weights]
+    keyed = [PlanRow(SUM, 0, 10, 16, 0, 0, 0, k, 0, 1, groups=2) for k in (0, 1)]
+    counted = lookup_traffic(encode_plan(keyed), [lists, torch.tensor([50, 100, 0, 200])], 2)
+    assert counted.row_bytes == 350 * 16 * 4
     traffic = lookup_traffic(encode_plan(rows), inputs, 100)
     assert traffic.row_bytes == 100 * (64 + 4) + 350 * 16 * 4
     assert traffic.id_bytes == 100 * 4 + 350 * (8 + 4) + 100 * 8

@@ -120,7 +120,7 @@ def test_a_table_pooled_and_read_as_a_sequence_is_stored_once() -> None:
     model.b.weight = model.a.weight
     before = make_bundle(lookups_card(), model)
     quantised = apply_passes(before, QuantizeEmbeddings()).bundle
-    assert 30 * (8 + 4) <= quantised.size_bytes < 30 * (8 + 4) + 300
+    assert 30 * (8 + 4) <= quantised.size_bytes < 30 * (8 + 4) + 400
     (batch,) = quantised.batches.values()
     (slot,) = batch.slots
     check_scores(dequantised(model, {"a": "int8"}), quantised)
@@ -234,7 +234,7 @@ def test_a_table_pooled_by_sum_and_by_maximum_is_stored_once() -> None:
     quantised = apply_passes(make_bundle(lookups_card(), model), QuantizeEmbeddings()).bundle
     (batch,) = quantised.batches.values()
     assert len(batch.slots) == 1
-    assert quantised.size_bytes < 30 * (8 + 4) + 300
+    assert quantised.size_bytes < 30 * (8 + 4) + 400
     check_scores(dequantised(model, {"a": "int8"}), quantised)
 
 

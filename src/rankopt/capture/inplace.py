@@ -1,8 +1,9 @@
 """Turn what serving does not need into nothing, and writes in place into plain results.
 
-Dropout outside training returns its input, and so do checks of dtypes that the input contract
-makes before. An operator that writes into a value which nobody else reads is the same as one that
-returns a new value; only the second kind can be moved or dropped.
+Dropout outside training returns its input, and so do a cast to the type that a value has and, where
+nothing is trained, detaching; checks of dtypes are made by the input contract before. An operator
+that writes into a value which nobody else reads is the same as one that returns a new value; only
+the second kind can be moved or dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.fx import Node
 
 from rankopt.capture.folding import written_values
 from rankopt.passes.emit import Emitter
-from rankopt.passes.graph import arguments, aten
+from rankopt.passes.graph import arguments, aten, fake, schema_values
 from rankopt.passes.order import written_roots
 
 _DROPOUT = {
@@ -25,10 +26,11 @@ _DROPOUT = {
     aten.alpha_dropout.default,
     aten.feature_alpha_dropout.default,
 }
+_CASTS = {aten.to.dtype, aten.to.device}
 
 
 def drop_identities(emitter: Emitter) -> int:
-    """Remove dropout outside training and checks of dtypes; returns how many dropouts."""
+    """Remove what returns its input, and checks of dtypes; returns how many dropouts."""
     removed = 0
     for node in list(emitter.graph.nodes):
         if node.target in _DROPOUT and (_is_off(node)):
@@ -36,7 +38,19 @@ def drop_identities(emitter: Emitter) -> int:
             removed += 1
         elif node.target == aten._assert_tensor_metadata.default and not node.users:
             emitter.graph.erase_node(node)
+        elif node.target == aten.detach_.default or _keeps_type(node):
+            emitter.replace(node, arguments(node)[0])
     return removed
+
+
+def _keeps_type(node: Node) -> bool:
+    """Tell whether a node is a cast that returns the very value that it is given."""
+    if node.target not in _CASTS:
+        return False
+    given = schema_values(node)
+    before, after = fake(given["self"]), fake(node)
+    plain = not given["copy"] and given["memory_format"] is None
+    return plain and before.dtype == after.dtype and before.device == after.device
 
 
 def _is_off(node: Node) -> bool:

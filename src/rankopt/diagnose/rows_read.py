@@ -97,6 +97,9 @@ def _by_plan(given: Sequence[Tensor], *, whole: bool) -> RowsRead | None:
             return None
         if row.length and ids.dim() > 1 and not whole:
             ids = ids[:, row.column : row.column + row.length]
+        if row.groups:
+            counts = inputs[row.offsets].view(row.groups, -1).sum(1).tolist()
+            ids = ids.split(counts)[row.column]
         ids = ids.reshape(-1).long()
         ids = ids[(ids >= 0) & (ids < row.num_rows)]
         size = row_bytes(row.dim, DTYPES[row.storage])

@@ -31,10 +31,12 @@ class PlanRow:
         num_rows, dim, storage: of the table; its type as `tables.TYPE_CODES` has it.
         out: first column of the result.
         source: which input holds the ids; of a copied piece, the piece.
-        column: first column of the ids in it.
+        column: first column of the ids in it; with `groups`, which feature's lists.
         length: ids per row; 0 where offsets say.
-        offsets: which input holds the offsets of the lists; -1 without.
+        offsets: which input holds the offsets of the lists, or their lengths; -1 without.
         weights: which input holds one weight per id; -1 without.
+        groups: features whose lists lie in the ids one after the other; `offsets` then names their
+            lengths [groups * B], feature after feature. 0 where it names offsets.
     """
 
     mode: int
@@ -48,6 +50,7 @@ class PlanRow:
     length: int = 1
     offsets: int = -1
     weights: int = -1
+    groups: int = 0
 
 
 FIELDS = {field.name: index for index, field in enumerate(fields(PlanRow))}
@@ -76,7 +79,8 @@ def lookup_rows(
         store: bytes of the tables (`tables.pack_batch`).
         plan: from `encode_plan`; its lookups fill every column of the result once.
         inputs: id tensors (int64, int32, or whole numbers in float32), [B], [B, C] or [L]; offsets
-            [B] or [B + 1]; weights [L]; float32 pieces [B, ...] that are copied.
+            [B] or [B + 1], or lengths [F * B]; weights [L]; float32 pieces [B, ...] that are
+            copied.
         num_rows: B.
         width: columns of the result.
 
@@ -84,7 +88,8 @@ def lookup_rows(
         float32 [B, width].
 
     Raises:
-        RuntimeError: an id lies outside of its table, or an input does not fit the plan.
+        RuntimeError: an id lies outside of its table, an input does not fit the plan, or lengths
+            are negative or do not add up to the ids.
     """
     load_kernels()
     result: Tensor = torch.ops.rankopt.lookup_rows(store, plan, list(inputs), num_rows, width)
@@ -144,6 +149,11 @@ def _table(store: Tensor, row: PlanRow) -> Tensor:
 def _bags(row: PlanRow, inputs: Sequence[Tensor], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids of a lookup, and where each row's begin and end in them."""
     ids = inputs[row.source]
+    if row.groups:
+        ends = inputs[row.offsets].long().cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends])[:-1]
+        own = slice(row.column * num_rows, (row.column + 1) * num_rows)
+        return ids, starts[own], ends[own]
     if row.length:
         chosen = ids.unsqueeze(1) if ids.dim() == 1 else ids
         starts = torch.arange(num_rows) * row.length
@@ -195,6 +205,8 @@ def lookup_traffic(plan: Tensor, inputs: Sequence[Tensor], num_rows: int) -> Loo
             continue
         ids = inputs[row.source]
         count = num_rows * row.length if row.length else ids.numel()
+        if row.groups:
+            count = int(inputs[row.offsets].view(row.groups, -1)[row.column].sum())
         from_tables += count * row_bytes(row.dim, DTYPES[row.storage])
         from_ids += count * (ID_BYTES[ids.dtype] + 4 * (row.weights >= 0))
         from_ids += 8 * num_rows * (row.offsets >= 0)

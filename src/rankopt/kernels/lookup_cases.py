@@ -28,6 +28,9 @@ Form = Literal[
     "closed",  # lists whose offsets carry the end
     "empty",  # lists, all of them empty
     "long",  # lists longer than what is fetched at once
+    "keyed",  # lists of all tables in one input, with their lengths; most of one id
+    "keyed_mean",
+    "keyed_weighted",
     "mixed",  # one of each, and a piece that is copied
 ]
 IdType = Literal["int64", "int32", "float32"]
@@ -68,14 +71,15 @@ def _grid() -> Iterator[LookupCase]:
     for dtype, dim, num_rows, form in itertools.product(_DTYPES, widths, batches, forms):
         if _fits(dim, dtype):
             yield LookupCase(num_rows, dim, dtype, form)
-    lists: tuple[Form, ...] = ("closed", "empty", "long", "mixed")
+    keyed: tuple[Form, ...] = ("keyed", "keyed_mean", "keyed_weighted")
+    lists: tuple[Form, ...] = ("closed", "empty", "long", "mixed", *keyed)
     others: tuple[Form, ...] = ("flat", "rectangle", "mean_rectangle", *lists)
     for dtype, dim, num_rows in itertools.product(_DTYPES, (8, 20, 300), (1, 7, 65)):
         if _fits(dim, dtype):
             for other in others:
                 yield LookupCase(num_rows, dim, dtype, other)
     id_types: tuple[IdType, ...] = ("int32", "float32")
-    read_any: tuple[Form, ...] = ("single", "flat", "rectangle", "sum")
+    read_any: tuple[Form, ...] = ("single", "flat", "rectangle", "sum", "keyed")
     for id_type in id_types:
         for read in read_any:
             yield LookupCase(70, 16, "int8", read, id_type=id_type)
@@ -85,6 +89,8 @@ def _grid() -> Iterator[LookupCase]:
     # More lookups than are fetched at once, and enough rows that several threads share them.
     yield LookupCase(1, 16, "int8", "single", num_tables=150)
     yield LookupCase(3, 16, "fp32", "flat", num_tables=70)
+    yield LookupCase(0, 16, "int8", "keyed")
+    yield LookupCase(3000, 64, "int8", "keyed", num_tables=8)
     yield LookupCase(3000, 64, "int8", "mixed", num_tables=8)
 
 
@@ -144,6 +150,18 @@ class _Draw:
             fields["weights"] = self.add(weights)
         return fields
 
+    def keyed(self, form: Form) -> dict[str, Any]:
+        """Draw ids, lengths and weights of all lookups."""
+        case = self.case
+        shape = (case.num_tables * case.num_rows,)
+        lengths = torch.randint(-9, 6, shape, generator=self.generator).clamp(min=0)
+        lengths[torch.rand(shape, generator=self.generator) < 0.7] = 1
+        count = int(lengths.sum())
+        fields = {"source": self.add(self.ids(count)), "offsets": self.add(lengths)}
+        if form == "keyed_weighted":
+            fields["weights"] = self.add(torch.randn(count, generator=self.generator))
+        return {**fields, "length": 0, "groups": case.num_tables}
+
 
 def lookup_arguments(case: LookupCase) -> tuple[Any, ...]:
     """Draw the arguments of `lookup_rows`."""
@@ -152,6 +170,7 @@ def lookup_arguments(case: LookupCase) -> tuple[Any, ...]:
     rows: list[PlanRow] = []
     out = 0
     matrix = None
+    keyed: dict[str, Any] = {}
     for index, slot in enumerate(batch.slots):
         form = case.form
         if form == "mixed":
@@ -167,9 +186,12 @@ def lookup_arguments(case: LookupCase) -> tuple[Any, ...]:
             # Columns of a matrix that lies the other way round.
             ids = draw.ids(4, case.num_rows).t()
             fields = {"source": draw.add(ids), "column": 1, "length": 3}
+        elif form in ("keyed", "keyed_mean", "keyed_weighted"):
+            keyed = keyed or draw.keyed(form)
+            fields = {**keyed, "column": index}
         else:
             fields = draw.lists(form)
-        mode = MEAN if form in ("mean", "mean_rectangle") else SUM
+        mode = MEAN if form in ("mean", "mean_rectangle", "keyed_mean") else SUM
         code = TYPE_CODES[slot.dtype]
         rows.append(PlanRow(mode, slot.offset, slot.num_rows, slot.dim, code, out, **fields))
         out += slot.dim

@@ -52,7 +52,7 @@ class FuseEmbeddings(Pass):
             for groups, shared in self._calls(find_lookups(module), bundle, context):
                 tables = [lookup.table for group in groups for lookup in group.lookups]
                 dtypes: dict[str, TableDtype] = dict.fromkeys(tables, "fp32")
-                store, batch = emit_groups(module, groups, dtypes, shared)
+                store, batch = emit_groups(module, groups, dtypes, bundle.card, shared)
                 batches[store] = batch
                 changed = True
 

@@ -111,7 +111,7 @@ class QuantizeEmbeddings(Pass):
             packed = {name for name, dtype in dtypes.items() if dtype != "fp32"}
             if bags_of_rows(module, [lk for lk in lookups if lk.table in packed]):
                 lookups = find_lookups(module)
-            _quantise_lookups(module, lookups, dtypes, batches)
+            _quantise_lookups(module, lookups, dtypes, batches, bundle.card)
 
         quantised = bundle.edit(rewrite, batches=batches, provided=bundle.provided | self.provides)
         return quantised if changed else bundle
@@ -210,6 +210,7 @@ def _quantise_lookups(
     lookups: list[Lookup],
     dtypes: Mapping[str, TableDtype],
     batches: dict[str, TableBatch],
+    card: ModelCard,
 ) -> None:
     movable = [lk for lk in lookups if lk.refusal is None and dtypes[lk.table] != "fp32"]
     # A table that is pooled somewhere goes into the common store with all its lookups: reading
@@ -217,7 +218,7 @@ def _quantise_lookups(
     pooled = _pooled_tables(movable)
     batched = [lookup for lookup in movable if lookup.table in pooled]
     if batched:
-        store, batch = emit_groups(module, group_lookups(batched), dtypes)
+        store, batch = emit_groups(module, group_lookups(batched), dtypes, card)
         batches[store] = batch
     packed: dict[str, tuple[str, str]] = {}
     for lookup in movable:

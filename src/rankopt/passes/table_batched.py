@@ -19,8 +19,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from rankopt.kernels.build import load_kernels
 from rankopt.kernels.lookup import COPY, MEAN, SUM, PlanRow, encode_plan
+from rankopt.models.card import ModelCard
 from rankopt.passes.graph import add_constant, aten, fake
 from rankopt.passes.id_sources import id_source, rectangle, row_width, uncast
+from rankopt.passes.list_checks import drop_list_checks
+from rankopt.passes.list_inputs import ListProbe, ListSource, find_list_inputs
 from rankopt.passes.lookups import Lookup
 from rankopt.passes.order import memory_edges, sort, written_roots
 from rankopt.passes.row_pieces import Joined, choose_joins, joined, parts_of, readers_of, span_of
@@ -97,6 +100,7 @@ def emit_groups(
     module: GraphModule,
     groups: Sequence[Group],
     dtypes: Mapping[str, TableDtype],
+    card: ModelCard,
     shared: tuple[TableBatch, torch.Tensor] | None = None,
 ) -> tuple[str, TableBatch]:
     """Replace the lookups by few calls; all calls read one store, each table once in it.
@@ -105,6 +109,7 @@ def emit_groups(
         module: the graph, changed in place.
         groups: from `group_lookups`.
         dtypes: storage type of every table.
+        card: names the inputs of the graph.
         shared: the store of another form of the model, to be read in place of one of its own; it
             holds at least the tables of the lookups.
 
@@ -114,12 +119,15 @@ def emit_groups(
     every = [lookup for group in groups for lookup in group.lookups]
     batch, storage = shared or _pack(every, dtypes)
     store = add_constant(module, "tables", storage)
-    writer = _Writer(module, store, batch, [lookup.node for lookup in every])
+    probes = find_list_inputs(module, card)
+    writer = _Writer(module, store, batch, [lookup.node for lookup in every], probes)
     for group in groups:
         if group.pooled:
             writer.write_rows(group.lookups)
         else:
             writer.write_sequences(group.lookups)
+    module.graph.eliminate_dead_code()
+    drop_list_checks(module, probes)
     return store, batch
 
 
@@ -160,7 +168,12 @@ class _Writer:
     """Puts calls into a graph."""
 
     def __init__(
-        self, module: GraphModule, store: str, batch: TableBatch, lookups: Sequence[Node]
+        self,
+        module: GraphModule,
+        store: str,
+        batch: TableBatch,
+        lookups: Sequence[Node],
+        probes: Sequence[ListProbe],
     ) -> None:
         self._module = module
         self._graph: Graph = module.graph
@@ -169,6 +182,7 @@ class _Writer:
         self._edges = memory_edges(self._graph)
         self._written = written_roots(self._graph)
         self._behind_lookups = readers_of(self._graph, lookups)
+        self._probes = probes
 
     def write_rows(self, lookups: Sequence[Lookup]) -> None:
         """Replace single rows and bags: a call per concatenation, and one for what is left."""
@@ -241,9 +255,16 @@ class _Writer:
     def _plan_row(self, lookup: Lookup, inputs: _Inputs, out: int) -> PlanRow:
         slot = self._batch.slot(lookup.table)
         ids = rectangle(lookup) if lookup.form == "bag" else lookup.indices
-        place = self._lists(lookup, inputs) if ids is None else self._columns(ids, inputs)
-        if lookup.weights is not None:
-            place["weights"] = inputs.index(lookup.weights)
+        weights = lookup.weights
+        if ids is not None:
+            place = self._columns(ids, inputs)
+        elif (source := self._list_source(lookup)) is not None:
+            place = _lengths(source, inputs)
+            weights = source.weights
+        else:
+            place = self._lists(lookup, inputs)
+        if weights is not None:
+            place["weights"] = inputs.index(weights)
         mode = MEAN if lookup.mode == "mean" else SUM
         code = TYPE_CODES[slot.dtype]
         return PlanRow(mode, slot.offset, slot.num_rows, slot.dim, code, out, **place)
@@ -256,6 +277,10 @@ class _Writer:
             return {"source": inputs.index(flat), "length": length}
         index = inputs.index(source.node)
         return {"source": index, "column": source.column, "length": source.length}
+
+    def _list_source(self, lookup: Lookup) -> ListSource | None:
+        found = (probe.source(lookup) for probe in self._probes)
+        return next((source for source in found if source is not None), None)
 
     def _lists(self, lookup: Lookup, inputs: _Inputs) -> dict[str, int]:
         if lookup.offsets is None:
@@ -271,12 +296,13 @@ class _Writer:
     ) -> Node:
         graph = self._graph
         rows = [row for row in plan if row.mode != COPY]
-        for row in rows:
+        for row in (*rows, *(row for row in plan if row.mode == COPY)):
             if row.length:
                 return graph.call_function(aten.sym_size.int, (inputs.nodes[row.source], 0))
-        offsets = inputs.nodes[rows[0].offsets]
-        count = graph.call_function(aten.sym_size.int, (offsets, 0))
-        if lookups[0].include_last:
+        count = graph.call_function(aten.sym_size.int, (inputs.nodes[rows[0].offsets], 0))
+        if rows[0].groups > 1:
+            return graph.call_function(operator.floordiv, (count, rows[0].groups))
+        if not rows[0].groups and lookups[0].include_last:
             count = graph.call_function(operator.sub, (count, 1))
         return count
 
@@ -301,6 +327,16 @@ class _Writer:
         for lookup, piece in zip(lookups, pieces, strict=True):
             lookup.node.replace_all_uses_with(piece)
         sort(graph, self._edges)
+
+
+def _lengths(source: ListSource, inputs: _Inputs) -> dict[str, int]:
+    return {
+        "source": inputs.index(source.given.values),
+        "column": source.feature,
+        "length": 0,
+        "offsets": inputs.index(source.given.lengths),
+        "groups": source.num_features,
+    }
 
 
 @dataclass(frozen=True)

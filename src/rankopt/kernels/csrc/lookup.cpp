@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "isa.h"
 #include "launch.h"
@@ -50,12 +51,14 @@ struct Entry {
   at::ScalarType id_type;
   int64_t row_stride, id_stride;  // of the ids
   int64_t length;                 // ids per row; 0 where offsets say
-  int64_t num_ids;                // of all rows, with offsets
+  int64_t num_ids;                // in the input, with offsets
+  int64_t num_read;               // of all rows
   const int64_t* offsets;
   int64_t num_offsets;
   const float* weights;
 
   bool single() const { return length == 1 && weights == nullptr; }
+  int64_t edge(int64_t row) const { return row < num_offsets ? offsets[row] : num_ids; }
 };
 
 struct Copy {
@@ -169,15 +172,18 @@ class Stream {
       stride = entry.id_stride;
       place = row_ * entry.length;
     } else {
-      place = entry.offsets[row_];
-      const bool closed = row_ + 1 < entry.num_offsets;
-      const int64_t end = closed ? entry.offsets[row_ + 1] : entry.num_ids;
+      place = entry.edge(row_);
+      const int64_t end = entry.edge(row_ + 1);
       TORCH_CHECK(0 <= place && place <= end && end <= entry.num_ids,
                   "lookup: the offsets of lookup ", entry.number, " say that list ", row_,
                   " is ids ", place, " to ", end, " of ", entry.num_ids);
       piece.bag_size = end - place;
       stride = entry.row_stride;
       begin = place * stride;
+      if (piece.bag_size == 1 && entry.weights == nullptr) {
+        take_ones(entry, piece, rows, begin, room);
+        return;
+      }
     }
     piece.single = false;
     piece.first = taken_ == 0;
@@ -190,6 +196,21 @@ class Stream {
       taken_ = 0;
       ++row_;
     }
+  }
+
+  // Lists of one id that follow each other are read like a column of ids.
+  void take_ones(const Entry& entry, Piece& piece, const uint8_t** rows, int64_t begin,
+                 int64_t room) {
+    const int64_t most = std::min(block_end_ - row_, room);
+    const int64_t place = entry.edge(row_);
+    int64_t count = 1;
+    while (count < most && place + count < entry.num_ids &&
+           entry.edge(row_ + count + 1) == place + count + 1)
+      ++count;
+    piece.single = true;
+    piece.count = count;
+    find(entry, begin, entry.row_stride, count, rows);
+    row_ += count;
   }
 
   static void find(const Entry& entry, int64_t first, int64_t stride, int64_t count,
@@ -299,14 +320,46 @@ class Reader {
     return kept_.back();
   }
 
+  // Adds up the lengths in an input, once in a call: list i is ids [i] to [i + 1] of what it returns.
+  const int64_t* edges_of(int64_t index, int64_t num_ids) {
+    for (const Edges& found : edges_)
+      if (found.input == index && found.num_ids == num_ids) return found.places.get();
+    const at::Tensor* lengths = &input(index);
+    if (lengths->scalar_type() != at::kLong || !lengths->is_contiguous())
+      lengths = &keep(lengths->to(at::kLong).contiguous());
+    const int64_t* length = lengths->const_data_ptr<int64_t>();
+    const int64_t count = lengths->numel();
+    std::unique_ptr<int64_t[]> places(new int64_t[count + 1]);
+    // As unsigned numbers, a negative length is larger than any total.
+    const uint64_t total = static_cast<uint64_t>(num_ids);
+    uint64_t place = 0;
+    bool good = true;
+    for (int64_t i = 0; i < count; ++i) {
+      places[i] = static_cast<int64_t>(place);
+      place += static_cast<uint64_t>(length[i]);
+      good &= static_cast<uint64_t>(length[i]) <= total && place <= total;
+    }
+    places[count] = num_ids;
+    TORCH_CHECK(good && place == total, "lookup: the lengths in input ", index,
+                " do not add up to the ", num_ids, " ids, or one is negative");
+    edges_.push_back({index, num_ids, std::move(places)});
+    return edges_.back().places.get();
+  }
+
   int64_t num_lookups;
 
  private:
+  struct Edges {
+    int64_t input, num_ids;
+    std::unique_ptr<int64_t[]> places;
+  };
+
   const std::vector<at::Tensor>& inputs_;
   const uint8_t* store_;
   int64_t store_bytes_;
   const int64_t* fields_;
   c10::SmallVector<at::Tensor, 4> kept_;
+  c10::SmallVector<Edges, 2> edges_;
 };
 
 void set_ids(Entry& entry, const at::Tensor& ids) {
@@ -328,14 +381,35 @@ void read_rectangle(Entry& entry, const int64_t* field, const at::Tensor& ids, i
                   column + entry.length <= columns,
               "lookup: lookup ", entry.number, " takes columns ", column, " to ",
               column + entry.length, " of ", num_rows, " rows; got ids ", ids.sizes());
+  entry.num_read = num_rows * entry.length;
   entry.row_stride = ids.stride(0);
   entry.id_stride = ids.dim() == 2 ? ids.stride(1) : 0;
   entry.ids = shifted(entry, column * entry.id_stride);
 }
 
+// The lists of one feature among several: the lengths lie feature after feature, and so do the ids.
+void read_lengths(Reader& reader, Entry& entry, const int64_t* field, int64_t num_rows) {
+  const int64_t groups = field[kGroups], feature = field[kColumn];
+  const at::Tensor& lengths = reader.input(field[kOffsets]);
+  const int64_t count = lengths.numel();
+  TORCH_CHECK(groups > 0 && feature >= 0 && feature < groups && lengths.dim() == 1 &&
+                  count % groups == 0 && count / groups == num_rows,
+              "lookup: lookup ", entry.number, " reads feature ", feature, " of ", groups, " times ",
+              num_rows, " lengths; got ", lengths.sizes());
+  entry.offsets = reader.edges_of(field[kOffsets], entry.num_ids) + feature * num_rows;
+  entry.num_offsets = num_rows + 1;
+  entry.num_read = entry.offsets[num_rows] - entry.offsets[0];
+}
+
 void read_lists(Reader& reader, Entry& entry, const int64_t* field, const at::Tensor& ids,
                 int64_t num_rows) {
   TORCH_CHECK(ids.dim() == 1, "lookup: the ids of lists must be [L]; got ", ids.sizes());
+  entry.row_stride = ids.numel() > 0 ? ids.stride(0) : 1;
+  entry.num_ids = entry.num_read = ids.numel();
+  if (field[kGroups] != 0) {
+    read_lengths(reader, entry, field, num_rows);
+    return;
+  }
   const at::Tensor* offsets = &reader.input(field[kOffsets]);
   const int64_t count = offsets->numel();
   TORCH_CHECK(offsets->dim() == 1 && (count == num_rows || count == num_rows + 1),
@@ -343,8 +417,6 @@ void read_lists(Reader& reader, Entry& entry, const int64_t* field, const at::Te
               offsets->sizes());
   if (offsets->scalar_type() != at::kLong || !offsets->is_contiguous())
     offsets = &reader.keep(offsets->to(at::kLong).contiguous());
-  entry.row_stride = ids.numel() > 0 ? ids.stride(0) : 1;
-  entry.num_ids = ids.numel();
   entry.offsets = offsets->const_data_ptr<int64_t>();
   entry.num_offsets = count;
 }
@@ -405,7 +477,7 @@ at::Tensor lookup_rows(const at::Tensor& store, const at::Tensor& plan,
     } else {
       entries.push_back(read_entry(reader, number, num_rows, width));
       const Entry& entry = entries.back();
-      bytes += entry.row_bytes * (entry.length > 0 ? num_rows * entry.length : entry.num_ids);
+      bytes += entry.row_bytes * entry.num_read;
     }
     filled += reader.fields(number)[kDim];
   }

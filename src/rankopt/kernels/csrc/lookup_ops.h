@@ -2,7 +2,7 @@
 //
 // A plan is an int64 matrix, one row per lookup, its fields as below; rankopt/kernels/lookup.py
 // writes it. A lookup reads its ids from one of `inputs`: a column of a matrix, several columns
-// (`length`), or with offsets a list per row.
+// (`length`), or a list per row, with offsets or with the lengths of several features' lists.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,10 +20,11 @@ enum PlanField : int64_t {
   kStorage,   // Storage
   kOut,       // first column of the result
   kSource,    // which of `inputs` holds the ids; of a copied piece, the piece
-  kColumn,    // first column of the ids in it
-  kLength,    // ids per row; 0 where offsets say
-  kOffsets,   // which of `inputs` holds the offsets of the lists, or -1
+  kColumn,    // first column of the ids in it; of lists with lengths, which feature's
+  kLength,    // ids per row; 0 where offsets or lengths say
+  kOffsets,   // which of `inputs` holds the offsets of the lists, or their lengths, or -1
   kWeights,   // which of `inputs` holds one weight per id, or -1
+  kGroups,    // features whose lists the ids hold one after the other, with lengths; 0 with offsets
   kNumPlanFields
 };
 
