@@ -152,7 +152,8 @@ def test_smooth_scores_stay_near_those_of_float32() -> None:
     for settings in ({}, {"activations": "static"}):
         found = quantised(bundle, activation_bits=8, **settings)
         error = found.run(bundle.sample)["score"].double() - truth
-        assert 0 < float(error.square().mean().sqrt() / truth.std()) < 0.1
+        # Sigmoids leave scores that hardly differ: about 0.55 each.
+        assert 0 < float(error.abs().max()) < 0.01
 
 
 def test_hstu_projections_take_their_silu_along() -> None:

@@ -50,9 +50,9 @@ class QuantizeDense(Pass):
     gain stay in fp32, in a kernel whose sums do not depend on the batch either.
 
     `native` is rankopt's own kernel: scaling, bias and ReLU, PReLU, SiLU or sigmoid in one call,
-    weights stored as the kernel reads them; layers that follow one another become one call. `fbgemm` goes through
-    torch's fbgemm with weights packed when the artifact is loaded. `torchao` applies one of its
-    configurations and unwraps it before export.
+    weights stored as the kernel reads them; layers that follow one another become one call.
+    `fbgemm` goes through torch's fbgemm with weights packed when the artifact is loaded. `torchao`
+    applies one of its configurations and unwraps it before export.
 
     Example:
         ```yaml
@@ -235,7 +235,9 @@ def _replace_native(
         else:
             fixed = store.node(linear, "peak", lambda: torch.tensor([peak]))
             columns = [[value] for value in (*layer, fixed, outputs)]
-            new = graph.call_function(torch.ops.rankopt.mlp_int8.default, (x, *columns, bits, [code]))
+            new = graph.call_function(
+                torch.ops.rankopt.mlp_int8.default, (x, *columns, bits, [code])
+            )
     replace_linear(linear.last, new)
 
 
