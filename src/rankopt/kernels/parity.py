@@ -92,8 +92,8 @@ def _grid() -> Iterator[LinearCase]:
         for slope in slopes:
             yield LinearCase(*shape, negative_slope=slope)
             yield LinearCase(*shape, negative_slope=slope, has_bias=False, values="nonfinite")
-        for activation, kind in itertools.product(activations, kinds):
-            yield LinearCase(*shape, values=kind, activation=activation)
+        for activation, drawn in itertools.product(activations, kinds):
+            yield LinearCase(*shape, values=drawn, activation=activation)
         yield LinearCase(*shape, negative_slope="per_output", activation="silu", has_bias=False)
     # Narrow ones, whose last tile is half padding: whole groups of rows, and some left.
     for num_rows, num_outputs in itertools.product((8, 12, 16, 21, 37), (3, 8, 24, 37, 40)):
@@ -135,8 +135,8 @@ def _fp32_grid() -> Iterator[LinearCase]:
         for slope in slopes:
             yield LinearCase(*shape, negative_slope=slope)
             yield LinearCase(*shape, negative_slope=slope, has_bias=False, values="nonfinite")
-        for activation, kind in itertools.product(activations, kinds):
-            yield LinearCase(*shape, values=kind, activation=activation)
+        for activation, drawn in itertools.product(activations, kinds):
+            yield LinearCase(*shape, values=drawn, activation=activation)
         yield LinearCase(*shape, negative_slope="per_output", activation="silu", has_bias=False)
     # Large enough that several threads share it: by rows, and by outputs.
     yield LinearCase(600, 192, 144, negative_slope="one")
