@@ -179,7 +179,7 @@ def layer_notes(num_outputs: int) -> Notes:
     packed = pack_linear_int8(torch.ones(num_outputs, 32, dtype=torch.int8))
     constants = [packed, torch.ones(num_outputs)]
     x = torch.zeros(64, 32, device="meta")
-    return Notes(constants, [x], [], [num_outputs, 8], [x, *constants])
+    return Notes(constants, [x], [], [num_outputs, 8, 0], [x, *constants])
 
 
 def test_one_layers_quantising_is_estimated_unless_it_is_narrow() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankopt.diagnose.costs import Cost, cost_of
-from rankopt.diagnose.kernel_work import Operations, mlp_layers
+from rankopt.diagnose.kernel_work import Operations, mlp_bits, mlp_layers
 from rankopt.diagnose.profile import Notes, Site
 from rankopt.diagnose.roofline import limits_of
 from rankopt.diagnose.schema import MachinePeaks, ReadPeak
@@ -47,7 +47,7 @@ def chain() -> tuple[Site, list[Tensor], list[int]]:
     )  # fmt: skip
     site = Site("mlp_int8", optionals=optionals)
     arguments = [form(4, 2, 16), *packed, *scales, *biases, slope, peak]
-    return site, arguments, [3, 3, 3, 3, 3, 7, 5, 3, 3, 8]
+    return site, arguments, [3, 3, 3, 3, 3, 7, 5, 3, 3, 8, 0, 3, 0, 3]
 
 
 def test_a_chain_is_put_together_again() -> None:
@@ -61,6 +61,12 @@ def test_a_chain_is_put_together_again() -> None:
     assert [layer.negative_slope for layer in layers] == [slope, None, None]
     assert [layer.peak for layer in layers] == [None, None, peak]
     assert [layer.num_outputs for layer in layers] == [7, 5, 3]
+    assert [layer.activation for layer in layers] == [0, 3, 0]
+    assert mlp_bits(Notes(values=values)) == 8
+    plain = mlp_layers(site, Notes(values=[*values[:10], 0], arguments=arguments))
+    assert plain is not None
+    assert [layer.activation for layer in plain] == [0, 0, 0]
+    assert mlp_layers(site, Notes(values=[*values[:10], 1, 1], arguments=arguments)) is None
     assert mlp_layers(Site("mlp_int8"), Notes(values=values, arguments=arguments)) is None
     assert mlp_layers(site, Notes(values=values, arguments=arguments[:-1])) is None
 

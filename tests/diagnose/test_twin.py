@@ -13,7 +13,7 @@ import torch
 from diagnose import planted
 from rankopt.artifact.manifest import PROGRAM
 from rankopt.diagnose import twin
-from rankopt.diagnose.kernel_work import mlp_layers
+from rankopt.diagnose.kernel_work import mlp_bits, mlp_layers
 from rankopt.diagnose.profile import Clock, CompiledProfile, same_scores
 from rankopt.errors import ArtifactError
 from rankopt.kernels.lookup import lookup_rows
@@ -194,7 +194,7 @@ def test_notes_hold_what_each_operator_was_called_with(tmp_path: Path) -> None:
     # What was noted computes the artifact's score again.
     given = [features["ids"], features["dense"]]
     x = lookup_rows(*lookup.arguments[:2], given, *lookup.values[1:])
-    again = mlp_int8(x, layers, activation_bits=chain.values[-1]).squeeze(1)
+    again = mlp_int8(x, layers, activation_bits=mlp_bits(chain)).squeeze(1)
     assert torch.equal(again, timed(features)["click"])
     # Nothing is kept when nobody asks.
     timed(features)

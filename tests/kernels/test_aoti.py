@@ -39,13 +39,13 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         one = torch.ops.rankopt.linear_int8(
-            x, self.packed, self.scale, self.bias, self.slope, 20, 7
+            x, self.packed, self.scale, self.bias, self.slope, 20, 7, 3
         )
         two = torch.ops.rankopt.linear_int8(x, self.packed, self.scale, None, None, 20, 8)
         three = torch.ops.rankopt.linear_fbgemm(
             one, self.levels, self.levels_scale, None, self.handle
         )
-        four = torch.ops.rankopt.linear_fp32(three, self.narrow, self.narrow_bias, None, 3)
+        four = torch.ops.rankopt.linear_fp32(three, self.narrow, self.narrow_bias, None, 3, 2)
         five = torch.ops.rankopt.mlp_int8(
             x,
             [self.packed, self.next, self.narrow],
@@ -55,6 +55,7 @@ class Layers(nn.Module):
             [None, self.peak, None],
             [20, 7, 3],
             7,
+            [0, 3, 2],
         )
         return one, two, three, four, five
 

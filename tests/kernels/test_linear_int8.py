@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankopt.kernels import ops
-from rankopt.kernels.packing import pack_linear_int8, quantize_linear_weight
+from rankopt.kernels.packing import ACTIVATION_CODES, pack_linear_int8, quantize_linear_weight
 
 NUM_INPUTS, NUM_OUTPUTS = 130, 50
 
@@ -129,6 +129,28 @@ def test_negative_slope_is_relu_or_prelu(layer) -> None:
     assert torch.equal(run(layer, x, 8, slopes), wanted)
 
 
+@pytest.mark.parametrize("isa", ops.supported_isas())
+@pytest.mark.parametrize("name", ["sigmoid", "silu"])
+def test_activations_follow_float64_over_the_whole_range(isa: str, name: str) -> None:
+    ops.set_isa(isa)
+    exact = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}[name]
+    # One input, one weight of 1: the layer's result is its bias.
+    bias = torch.cat([torch.linspace(-120, 120, 4801), torch.tensor([-0.0, 1e30, -1e30])])
+    width = len(bias)
+    levels = torch.zeros(width, 1, dtype=torch.int8)
+    packed, x = pack_linear_int8(levels), torch.ones(2, 1)
+    result = ops.linear_int8(
+        x,
+        packed,
+        torch.ones(width),
+        bias,
+        num_outputs=width,
+        activation=ACTIVATION_CODES[name],
+    )
+    wanted = exact(bias.double()).expand(2, -1)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-6, atol=1e-35)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -140,6 +162,7 @@ def test_negative_slope_is_relu_or_prelu(layer) -> None:
         ({"bias": torch.ones(1)}, "bias must hold 50 values"),
         ({"negative_slope": torch.ones(2)}, "negative_slope must hold 50 values or one"),
         ({"activation_bits": 6}, "activation_bits must be 7 or 8; got 6"),
+        ({"activation": 1}, "activation must be 0 .none., 2 .sigmoid. or 3 .silu.; got 1"),
         ({"num_outputs": 0}, "num_outputs must be at least 1"),
     ],
 )

@@ -27,8 +27,12 @@ def mlp_layers(site: Site, notes: Notes) -> list[MlpLayer] | None:
     if len(present) != 4 or len({len(each) for each in present}) != 1:
         return None
     count = len(present[0])
-    # Behind each list its length, and behind the last one how many bits there are.
-    num_outputs = notes.values[-2 - count : -2]
+    # Behind each list its length: the numbers of outputs, how many bits there are, activations.
+    *values, num_activations = notes.values
+    if num_activations not in (0, count):
+        return None
+    before = len(values) - num_activations - 2
+    num_outputs, activations = values[before - count : before], values[before + 2 :]
     tensors = iter(notes.arguments[1:])
     if len(num_outputs) != count or len(notes.arguments) != 1 + count + sum(map(sum, present)):
         return None
@@ -36,10 +40,13 @@ def mlp_layers(site: Site, notes: Notes) -> list[MlpLayer] | None:
     scale, bias, slope, peak = (
         [next(tensors) if there else None for there in each] for each in present
     )
-    return [
-        MlpLayer(*layer)
-        for layer in zip(packed, scale, bias, slope, num_outputs, peak, strict=True)
-    ]
+    columns = (packed, scale, bias, slope, num_outputs, peak, activations or [0] * count)
+    return [MlpLayer(*layer) for layer in zip(*columns, strict=True)]
+
+
+def mlp_bits(notes: Notes) -> int:
+    """Return the activation bits that one `mlp_int8` of compiled code was called with."""
+    return notes.values[-2 - notes.values[-1]]
 
 
 def _mlp(site: Site, notes: Notes) -> Operations | None:

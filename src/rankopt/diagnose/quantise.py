@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rankopt.diagnose.costs import plain_name
-from rankopt.diagnose.kernel_work import mlp_layers
+from rankopt.diagnose.kernel_work import mlp_bits, mlp_layers
 from rankopt.diagnose.profile import Notes, Site
 from rankopt.kernels.mlp import MlpLayer, mlp_int8
 from rankopt.kernels.packing import pack_linear_int8
@@ -54,7 +54,8 @@ def quantise_ns(site: Site, notes: Notes) -> float | None:
     ]
     if not found:
         return None
-    return sum(_layer_ns(each, notes.values[-1]) for each in found)
+    bits = mlp_bits(notes) if plain_name(site) == "mlp_int8" else notes.values[1]
+    return sum(_layer_ns(each, bits) for each in found)
 
 
 def _layers(site: Site, notes: Notes) -> list[_Quantised]:
@@ -63,7 +64,7 @@ def _layers(site: Site, notes: Notes) -> list[_Quantised]:
         return []
     x = notes.inputs[0]
     num_rows = x.numel() // max(x.shape[-1], 1)
-    if name == "linear_int8" and len(notes.values) == 2 and len(notes.constants) >= 2:
+    if name == "linear_int8" and len(notes.values) == 3 and len(notes.constants) >= 2:
         layer = MlpLayer(notes.constants[0], notes.constants[1], None, None, notes.values[0])
         return [_Quantised(layer, num_rows, x.shape[-1])]
     layers = mlp_layers(site, notes) if name == "mlp_int8" else None

@@ -30,6 +30,7 @@ class MlpLayer:
         num_outputs: N.
         peak: float32 [1], the value that the largest level of an int8 layer's inputs stands for,
             what lies beyond saturating; None scales each row by its own largest.
+        activation: of `packing.ACTIVATION_CODES`, behind the slope.
     """
 
     packed: Tensor
@@ -38,6 +39,7 @@ class MlpLayer:
     negative_slope: Tensor | None
     num_outputs: int
     peak: Tensor | None = None
+    activation: int = 0
 
 
 def mlp_int8(x: Tensor, layers: Sequence[MlpLayer], *, activation_bits: int = 7) -> Tensor:
@@ -51,7 +53,8 @@ def mlp_int8(x: Tensor, layers: Sequence[MlpLayer], *, activation_bits: int = 7)
     Shapes: x float32 [..., K]; returns float32 [..., N].
     """
     load_kernels()
-    result: Tensor = torch.ops.rankopt.mlp_int8(x, *columns(layers), activation_bits)
+    activations = [layer.activation for layer in layers]
+    result: Tensor = torch.ops.rankopt.mlp_int8(x, *columns(layers), activation_bits, activations)
     return result
 
 
@@ -85,17 +88,20 @@ def mlp_reference(
     peak: list[Tensor | None],
     num_outputs: list[int],
     activation_bits: int,
+    activation: Sequence[int] = (),
 ) -> Tensor:
     """Compute `rankopt::mlp_int8` bit for bit: its layers, one by one."""
-    for index, width in enumerate(num_outputs):
+    codes = activation or [0] * len(num_outputs)
+    for index, (width, code) in enumerate(zip(num_outputs, codes, strict=True)):
         vectors = bias[index], negative_slope[index]
         factor, fixed = scale[index], peak[index]
+        sizes = width, activation_bits, code
         if factor is None:
-            x = reference.linear_fp32(x, packed[index], *vectors, width)
+            x = reference.linear_fp32(x, packed[index], *vectors, width, code)
         elif fixed is None:
-            x = reference.linear_int8(x, packed[index], factor, *vectors, width, activation_bits)
+            x = reference.linear_int8(x, packed[index], factor, *vectors, *sizes)
         else:
-            x = _fixed_layer(x, packed[index], factor, *vectors, fixed, width, activation_bits)
+            x = _fixed_layer(x, packed[index], factor, *vectors, fixed, *sizes)
     return x
 
 
@@ -108,6 +114,7 @@ def _fixed_layer(
     peak: Tensor,
     num_outputs: int,
     activation_bits: int,
+    activation: int,
 ) -> Tensor:
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     most = torch.full_like(peak, 63.0 if activation_bits == 7 else 127.0)
@@ -117,10 +124,7 @@ def _fixed_layer(
     exact = levels.nan_to_num().to(torch.float64) @ weight.T
     row_scale = torch.where(finite, peak / most, torch.full_like(peak, torch.nan))
     result = exact.to(torch.float32) * (row_scale * scale)
-    if bias is not None:
-        result = result + bias
-    if negative_slope is not None:
-        result = torch.where(result >= 0, result, result * negative_slope)
+    result = reference.epilogue(result, bias, negative_slope, activation)
     return result.reshape(*x.shape[:-1], num_outputs)
 
 
@@ -131,6 +135,6 @@ def aoti_c_shims() -> dict[Any, list[str]]:
             "AOTITorchError aoti_torch_cpu_mlp_int8(AtenTensorHandle, const AtenTensorHandle*, "
             "int64_t, const AtenTensorHandle**, int64_t, const AtenTensorHandle**, int64_t, "
             "const AtenTensorHandle**, int64_t, const AtenTensorHandle**, int64_t, const int64_t*, "
-            "int64_t, int64_t, AtenTensorHandle*)"
+            "int64_t, int64_t, const int64_t*, int64_t, AtenTensorHandle*)"
         ]
     }

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rankopt.kernels.mlp import MlpLayer, columns
-from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
-from rankopt.kernels.parity import Layout, LinearCase, Slope, Values, make_linear_inputs
+from rankopt.kernels.packing import ACTIVATION_CODES, pack_linear_fp32, pack_linear_int8
+from rankopt.kernels.parity import Activation, Layout, LinearCase, Slope, Values, make_linear_inputs
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class MlpCase:
     negative_slope: Slope = "one"
     fixed: tuple[float, ...] = ()
     """Fixed peaks of the layers, 0 for none; none at all when empty."""
+    activation: Activation = "none"
+    """Of every layer but the last."""
 
     def __str__(self) -> str:
         shape = "x".join(str(size) for size in (self.num_rows, *self.widths))
@@ -35,7 +37,8 @@ class MlpCase:
         bias = "bias" if self.has_bias else "nobias"
         parts = (shape, kinds, self.values, self.layout, f"{self.activation_bits}bit", bias)
         fixed = "_".join(f"{peak:g}" for peak in self.fixed) or "dynamic"
-        return "-".join((*parts, f"slope_{self.negative_slope}", fixed))
+        activation = () if self.activation == "none" else (self.activation,)
+        return "-".join((*parts, f"slope_{self.negative_slope}", fixed, *activation))
 
 
 def _grid() -> Iterator[MlpCase]:
@@ -62,6 +65,16 @@ def _grid() -> Iterator[MlpCase]:
         for slope in slopes:
             yield MlpCase(num_rows, widths, int8, negative_slope=slope)
             yield MlpCase(num_rows, widths, int8, negative_slope=slope, has_bias=False)
+        activations: tuple[Activation, ...] = ("sigmoid", "silu")
+        for activation, bits in itertools.product(activations, (7, 8)):
+            yield MlpCase(
+                num_rows,
+                widths,
+                int8,
+                activation_bits=bits,
+                negative_slope="none",
+                activation=activation,
+            )
     # Fixed peaks: on every layer, the first, later ones; too small, so that much saturates.
     both = (True, True)
     for num_rows, bits in itertools.product((0, 1, 2, 5, 17, 97), (7, 8)):
@@ -79,6 +92,15 @@ def _grid() -> Iterator[MlpCase]:
     for kind in values:
         for num_rows, first in itertools.product((1, 9), (0.0, 2.0)):
             yield MlpCase(num_rows, (7, 33, 17), both, values=kind, fixed=(first, 5.0))
+            yield MlpCase(
+                num_rows,
+                (7, 33, 17, 40),
+                (*both, True),
+                values=kind,
+                negative_slope="none",
+                fixed=(first, 5.0, 3.0),
+                activation="silu",
+            )
     yield MlpCase(1500, (40, 64, 33), both, fixed=(3.0, 20.0))
     yield MlpCase(3, (1100, 700, 600, 40), (*both, True), fixed=(3.0, 90.0, 1e3))
     # Several blocks of rows, several threads: by rows, and by outputs with a wait between layers.
@@ -117,4 +139,7 @@ def mlp_arguments(case: MlpCase) -> tuple[Any, ...]:
         fixed = case.fixed[index] if case.fixed else 0.0
         peak = torch.tensor([fixed]) if fixed else None
         layers.append(MlpLayer(packed, scale, given.bias, given.negative_slope, num_outputs, peak))
-    return x, *columns(layers), case.activation_bits
+    if case.activation == "none":
+        return x, *columns(layers), case.activation_bits
+    codes = [ACTIVATION_CODES[case.activation]] * (len(layers) - 1)
+    return x, *columns(layers), case.activation_bits, [*codes, 0]

@@ -25,6 +25,7 @@ def linear_int8(
     *,
     num_outputs: int,
     activation_bits: int = 7,
+    activation: int = 0,
 ) -> Tensor:
     """Multiply by packed int8 weights, with one activation scale per row.
 
@@ -33,11 +34,11 @@ def linear_int8(
 
     Shapes: x float32 [..., K]; packed as `packing.pack_linear_int8` makes it; scale and bias
     float32 [N]; negative_slope float32 [1] or [N], what negative results are multiplied by (0 is
-    ReLU); returns float32 [..., N].
+    ReLU); activation one of `packing.ACTIVATION_CODES`, behind it; returns float32 [..., N].
     """
     load_kernels()
     result: Tensor = torch.ops.rankopt.linear_int8(
-        x, packed, scale, bias, negative_slope, num_outputs, activation_bits
+        x, packed, scale, bias, negative_slope, num_outputs, activation_bits, activation
     )
     return result
 
@@ -49,6 +50,7 @@ def linear_fp32(
     negative_slope: Tensor | None = None,
     *,
     num_outputs: int,
+    activation: int = 0,
 ) -> Tensor:
     """Multiply by packed float32 weights, adding up in an order that the layer alone decides.
 
@@ -58,10 +60,12 @@ def linear_fp32(
 
     Shapes: x float32 [..., K]; packed as `packing.pack_linear_fp32` makes it; bias float32 [N];
     negative_slope float32 [1] or [N], what negative results are multiplied by (0 is ReLU);
-    returns float32 [..., N].
+    activation one of `packing.ACTIVATION_CODES`, behind it; returns float32 [..., N].
     """
     load_kernels()
-    result: Tensor = torch.ops.rankopt.linear_fp32(x, packed, bias, negative_slope, num_outputs)
+    result: Tensor = torch.ops.rankopt.linear_fp32(
+        x, packed, bias, negative_slope, num_outputs, activation
+    )
     return result
 
 
@@ -180,11 +184,11 @@ def aoti_c_shims() -> dict[Any, list[str]]:
         ops.linear_int8.default: [
             "AOTITorchError aoti_torch_cpu_linear_int8(AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, "
-            "AtenTensorHandle*)"
+            "int64_t, AtenTensorHandle*)"
         ],
         ops.linear_fp32.default: [
             "AOTITorchError aoti_torch_cpu_linear_fp32(AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle*, AtenTensorHandle*, int64_t, AtenTensorHandle*)"
+            "AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, AtenTensorHandle*)"
         ],
         ops.linear_fbgemm.default: [
             "AOTITorchError aoti_torch_cpu_linear_fbgemm(AtenTensorHandle, AtenTensorHandle, "

@@ -22,6 +22,8 @@ TILE_INPUTS = 4
 MAX_LEVEL = 127
 NARROW_OUTPUTS = 4
 LANE_INPUTS = 16
+ACTIVATION_CODES = {"none": 0, "sigmoid": 2, "silu": 3}
+"""What the operators take for what follows a layer; a slope is a tensor of its own."""
 
 
 def quantize_linear_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

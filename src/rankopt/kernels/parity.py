@@ -28,6 +28,7 @@ Values = Literal[
 ]
 Layout = Literal["contiguous", "row_stride", "transposed", "three_dims"]
 Slope = Literal["none", "one", "per_output"]
+Activation = Literal["none", "sigmoid", "silu"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,14 @@ class LinearCase:
     activation_bits: int = 7
     has_bias: bool = True
     negative_slope: Slope = "none"
+    activation: Activation = "none"
 
     def __str__(self) -> str:
         shape = f"{self.num_rows}x{self.num_inputs}x{self.num_outputs}"
         bias = "bias" if self.has_bias else "nobias"
         parts = (shape, self.values, self.layout, f"{self.activation_bits}bit", bias)
-        return "-".join((*parts, f"slope_{self.negative_slope}"))
+        activation = () if self.activation == "none" else (self.activation,)
+        return "-".join((*parts, f"slope_{self.negative_slope}", *activation))
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,18 @@ def _grid() -> Iterator[LinearCase]:
         for layout in layouts:
             yield LinearCase(*shape, layout=layout)
         slopes: tuple[Slope, ...] = ("one", "per_output")
+        activations: tuple[Activation, ...] = ("sigmoid", "silu")
+        kinds: tuple[Values, ...] = ("normal", "nonfinite", "huge")
         for slope in slopes:
             yield LinearCase(*shape, negative_slope=slope)
             yield LinearCase(*shape, negative_slope=slope, has_bias=False, values="nonfinite")
+        for activation, drawn in itertools.product(activations, kinds):
+            yield LinearCase(*shape, values=drawn, activation=activation)
+        yield LinearCase(*shape, negative_slope="per_output", activation="silu", has_bias=False)
+    # Narrow ones, whose last tile is half padding: whole groups of rows, and some left.
+    for num_rows, num_outputs in itertools.product((8, 12, 16, 21, 37), (3, 8, 24, 37, 40)):
+        yield LinearCase(num_rows, 80, num_outputs, negative_slope="per_output")
+        yield LinearCase(num_rows, 29, num_outputs, values="nonfinite", has_bias=False)
     # Large enough that several threads share it: by rows, and by outputs.
     yield LinearCase(600, 192, 144, negative_slope="one")
     yield LinearCase(1, 2048, 700)
@@ -118,9 +130,14 @@ def _fp32_grid() -> Iterator[LinearCase]:
         for layout in layouts:
             yield LinearCase(*shape, layout=layout)
         slopes: tuple[Slope, ...] = ("one", "per_output")
+        activations: tuple[Activation, ...] = ("sigmoid", "silu")
+        kinds: tuple[Values, ...] = ("normal", "nonfinite", "huge")
         for slope in slopes:
             yield LinearCase(*shape, negative_slope=slope)
             yield LinearCase(*shape, negative_slope=slope, has_bias=False, values="nonfinite")
+        for activation, drawn in itertools.product(activations, kinds):
+            yield LinearCase(*shape, values=drawn, activation=activation)
+        yield LinearCase(*shape, negative_slope="per_output", activation="silu", has_bias=False)
     # Large enough that several threads share it: by rows, and by outputs.
     yield LinearCase(600, 192, 144, negative_slope="one")
     yield LinearCase(1, 2048, 700)

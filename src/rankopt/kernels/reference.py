@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rankopt.kernels.packing import (
+    ACTIVATION_CODES,
     LANE_INPUTS,
     NARROW_OUTPUTS,
     unpack_linear_fp32,
@@ -29,6 +30,7 @@ def linear_int8(
     negative_slope: Tensor | None,
     num_outputs: int,
     activation_bits: int,
+    activation: int = 0,
 ) -> Tensor:
     """Compute `rankopt::linear_int8` bit for bit: integer sums exact, float32 in the same order.
 
@@ -48,7 +50,7 @@ def linear_int8(
     # Sums stay below 2^53, so float64 holds them exactly.
     exact = quantized.to(torch.float64) @ weight.to(torch.float64).T
     result = exact.to(torch.float32) * (row_scale * scale)
-    result = _epilogue(result, bias, negative_slope)
+    result = epilogue(result, bias, negative_slope, activation)
     return result.reshape(*x.shape[:-1], num_outputs)
 
 
@@ -58,6 +60,7 @@ def linear_fp32(
     bias: Tensor | None,
     negative_slope: Tensor | None,
     num_outputs: int,
+    activation: int = 0,
 ) -> Tensor:
     """Compute `rankopt::linear_fp32` bit for bit: each product added with one rounding, in order.
 
@@ -82,7 +85,7 @@ def linear_fp32(
             half = lanes.shape[-1] // 2
             lanes = lanes[..., :half] + lanes[..., half:]
         result = lanes[..., 0]
-    result = _epilogue(result, bias, negative_slope)
+    result = epilogue(result, bias, negative_slope, activation)
     return result.reshape(*x.shape[:-1], num_outputs)
 
 
@@ -184,12 +187,37 @@ def _recur(
     return outputs, *ends
 
 
-def _epilogue(result: Tensor, bias: Tensor | None, negative_slope: Tensor | None) -> Tensor:
+def epilogue(
+    result: Tensor, bias: Tensor | None, negative_slope: Tensor | None, activation: int = 0
+) -> Tensor:
+    """Add the bias, scale what is negative, apply an activation of `packing.ACTIVATION_CODES`."""
     if bias is not None:
         result = result + bias
     if negative_slope is not None:
         result = torch.where(result >= 0, result, result * negative_slope)
+    if activation == ACTIVATION_CODES["sigmoid"]:
+        return 1.0 / (1.0 + _exp(-result))
+    if activation == ACTIVATION_CODES["silu"]:
+        far = result < -88.0
+        return torch.where(far, result * 0.0, result / (1.0 + _exp(-result)))
     return result
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Compute the kernels' exp bit for bit: every operation rounded by itself, as exact_exp.h."""
+    x = torch.where(x < -87.0, -87.0, x)
+    x = torch.where(x > 88.0, 88.0, x)
+    round_bits = torch.tensor(12582912.0).view(torch.int32)
+    shifted = x * 1.44269504088896341 + 12582912.0
+    n = shifted - 12582912.0
+    r = (x - n * 0.693359375) - n * -2.12194440e-4
+    p = torch.full_like(x, 1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1):
+        p = p * r + factor
+    p = p * r + 5.0000001201e-1
+    mantissa = (p * (r * r) + r) + 1.0
+    exponent = shifted.view(torch.int32) - round_bits + 127
+    return mantissa * (exponent << 23).view(torch.float32)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

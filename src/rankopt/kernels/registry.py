@@ -34,7 +34,7 @@ from rankopt.kernels.lookup_cases import (
 )
 from rankopt.kernels.mlp import mlp_reference
 from rankopt.kernels.mlp_cases import MLP_CASES, MlpCase, mlp_arguments
-from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8
+from rankopt.kernels.packing import ACTIVATION_CODES, pack_linear_fp32, pack_linear_int8
 from rankopt.kernels.parity import (
     LINEAR_CASES,
     LINEAR_FP32_CASES,
@@ -136,13 +136,15 @@ def _linear_int8_arguments(case: LinearCase) -> Arguments:
         given.negative_slope,
         case.num_outputs,
         case.activation_bits,
+        ACTIVATION_CODES[case.activation],
     )
 
 
 def _linear_fp32_arguments(case: LinearCase) -> Arguments:
     given = make_linear_inputs(case)
     packed = pack_linear_fp32(given.weight)
-    return given.x, packed, given.bias, given.negative_slope, case.num_outputs
+    code = ACTIVATION_CODES[case.activation]
+    return given.x, packed, given.bias, given.negative_slope, case.num_outputs, code
 
 
 def _linear_fbgemm_arguments(case: LinearCase) -> Arguments:
@@ -212,7 +214,7 @@ KERNELS: dict[str, Kernel] = {
             cases=tuple(
                 case
                 for case in LINEAR_CASES
-                if case.negative_slope == "none" and case.num_inputs > 0
+                if case.negative_slope == case.activation == "none" and case.num_inputs > 0
             ),
             arguments=_linear_fbgemm_arguments,
             allowance=_linear_fbgemm_allowance,

@@ -71,25 +71,28 @@ def _bits(chain: list[Node]) -> set[int]:
 
 
 def _columns(node: Node) -> list[list[Any]]:
-    """Return packed, scale, bias, negative_slope, peak and num_outputs of a node's layers."""
+    """Return packed, scale, bias, slope, peak, num_outputs and activation of a node's layers."""
     ops, values = torch.ops.rankopt, arguments(node)
     if node.target is ops.mlp_int8.default:
-        return [list(column) for column in values[1:7]]
+        given = list(values[8]) if len(values) > 8 else []
+        return [*map(list, values[1:7]), given or [0] * len(values[6])]
     if node.target is ops.linear_fp32.default:
-        values = (*values[:2], None, *values[2:])
+        values = (*values[:2], None, *values[2:5], None, *values[5:])
     packed, scale, bias, slope, num_outputs = values[1:6]
-    return [[packed], [scale], [bias], [slope], [None], [num_outputs]]
+    activation = values[7] if len(values) > 7 else 0
+    return [[packed], [scale], [bias], [slope], [None], [num_outputs], [activation]]
 
 
 def _replace(module: GraphModule, chain: list[Node]) -> None:
-    columns: list[list[Any]] = [[], [], [], [], [], []]
+    columns: list[list[Any]] = [[] for _ in range(7)]
     for node in chain:
         for column, more in zip(columns, _columns(node), strict=True):
             column.extend(more)
     bits = max(_bits(chain), default=8)
     with module.graph.inserting_before(chain[-1]):
         new = module.graph.call_function(
-            torch.ops.rankopt.mlp_int8.default, (arguments(chain[0])[0], *columns, bits)
+            torch.ops.rankopt.mlp_int8.default,
+            (arguments(chain[0])[0], *columns[:6], bits, columns[6]),
         )
     replace_linear(chain[-1], new)
     for node in reversed(chain[:-1]):

@@ -33,6 +33,7 @@ class Linear:
         weight: fp32 [N, K]; bias [N] or None.
         last: the activation's node when one follows alone, else `node`.
         slope: 0.0 for ReLU, the slope of LeakyReLU, the name of PReLU's weight; None without.
+        activation: `silu` or `sigmoid`; `none` without.
         tied: the weight is an embedding table too.
     """
 
@@ -42,6 +43,7 @@ class Linear:
     bias: Tensor | None
     last: Node
     slope: float | str | None = None
+    activation: str = "none"
     tied: bool = False
 
 
@@ -155,7 +157,10 @@ def find_linears(module: GraphModule) -> list[Linear]:
         bias = constant(module, bias_node)
         if bias_node is not None and bias is None:
             continue
-        last, slope = _activation(module, node)
+        last, slope = _slope(module, node)
+        activation = "none"
+        if last is node:
+            last, activation = _smooth(node)
         found.append(
             Linear(
                 node=node,
@@ -164,13 +169,36 @@ def find_linears(module: GraphModule) -> list[Linear]:
                 bias=bias,
                 last=last,
                 slope=slope,
+                activation=activation,
                 tied=is_table(module, str(arguments(node)[1].target)),
             )
         )
     return found
 
 
-def _activation(module: GraphModule, node: Node) -> tuple[Node, float | str | None]:
+def _smooth(node: Node) -> tuple[Node, str]:
+    """Look for SiLU or a sigmoid as the only reader of a linear; x * sigmoid(x) reads it twice."""
+    users = list(node.users)
+    if len(users) == 1 and users[0].target in _SMOOTH:
+        return users[0], _SMOOTH[users[0].target]
+    gates = [user for user in users if user.target is aten.sigmoid.default]
+    products = [user for user in users if user.target is aten.mul.Tensor]
+    if len(users) == 2 and len(gates) == len(products) == 1:
+        (gate,), (product,) = gates, products
+        if set(gate.users) == {product} and set(product.all_input_nodes) == {node, gate}:
+            return product, "silu"
+    return node, "none"
+
+
+_SMOOTH: dict[Any, str] = {
+    aten.silu.default: "silu",
+    aten.silu_.default: "silu",
+    aten.sigmoid.default: "sigmoid",
+    aten.sigmoid_.default: "sigmoid",
+}
+
+
+def _slope(module: GraphModule, node: Node) -> tuple[Node, float | str | None]:
     """Look for ReLU, LeakyReLU or PReLU as the only reader of a linear."""
     if len(node.users) != 1:
         return node, None

@@ -14,7 +14,12 @@ from rankopt.environment import Environment
 from rankopt.errors import Problem
 from rankopt.kernels.build import load_kernels
 from rankopt.kernels.ops import current_isa
-from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8, quantize_linear_weight
+from rankopt.kernels.packing import (
+    ACTIVATION_CODES,
+    pack_linear_fp32,
+    pack_linear_int8,
+    quantize_linear_weight,
+)
 from rankopt.models.card import ModelCard
 from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
@@ -44,10 +49,10 @@ class QuantizeDense(Pass):
     lets one layer hand int8 to the next and cuts off what lies beyond. Layers that are too small to
     gain stay in fp32, in a kernel whose sums do not depend on the batch either.
 
-    `native` is rankopt's own kernel: scaling, bias and ReLU/PReLU in one call, weights stored as
-    the kernel reads them; layers that follow one another become one call. `fbgemm` goes through
-    torch's fbgemm with weights packed when the artifact is loaded. `torchao` applies one of its
-    configurations and unwraps it before export.
+    `native` is rankopt's own kernel: scaling, bias and ReLU, PReLU, SiLU or sigmoid in one call,
+    weights stored as the kernel reads them; layers that follow one another become one call.
+    `fbgemm` goes through torch's fbgemm with weights packed when the artifact is loaded. `torchao`
+    applies one of its configurations and unwraps it before export.
 
     Example:
         ```yaml
@@ -223,14 +228,16 @@ def _replace_native(
             arguments(linear.node)[2] if linear.bias is not None else None,
             _slope_node(module, linear, store),
         )
-        outputs = linear.weight.shape[0]
+        outputs, code = linear.weight.shape[0], ACTIVATION_CODES[linear.activation]
         if peak is None:
-            inputs = (x, *layer, outputs, bits)
+            inputs = (x, *layer, outputs, bits, code)
             new = graph.call_function(torch.ops.rankopt.linear_int8.default, inputs)
         else:
             fixed = store.node(linear, "peak", lambda: torch.tensor([peak]))
             columns = [[value] for value in (*layer, fixed, outputs)]
-            new = graph.call_function(torch.ops.rankopt.mlp_int8.default, (x, *columns, bits))
+            new = graph.call_function(
+                torch.ops.rankopt.mlp_int8.default, (x, *columns, bits, [code])
+            )
     replace_linear(linear.last, new)
 
 
@@ -263,6 +270,7 @@ def _replace_fp32(module: GraphModule, linear: Linear, store: LayerConstants) ->
             arguments(linear.node)[2] if linear.bias is not None else None,
             _slope_node(module, linear, store),
             linear.weight.shape[0],
+            ACTIVATION_CODES[linear.activation],
         )
         new = graph.call_function(torch.ops.rankopt.linear_fp32.default, inputs)
     replace_linear(linear.last, new)

@@ -11,6 +11,8 @@
 
 #include <optional>
 
+#include "linear.h"
+
 namespace rankopt {
 
 // The list that each of the L values belongs to, int64 [L].
@@ -48,7 +50,6 @@ at::Tensor hstu_candidate_attention(const at::Tensor& q, const at::Tensor& k, co
 // weights is float32, one after the other: Wq, Wk, Wp packed as linear_fp32.h's wide layout, bias,
 // slopes [widths[0]]; then per further layer its matrix packed by width, bias, slopes. The last
 // width is 1. activations, one per layer but the last: what Activation numbers.
-enum Activation : int64_t { kNone = 0, kSlope = 1, kSigmoid = 2, kSilu = 3 };
 at::Tensor target_attention(const at::Tensor& query, const at::Tensor& keys,
                             const at::Tensor& lengths,
                             const std::optional<at::Tensor>& request_index,

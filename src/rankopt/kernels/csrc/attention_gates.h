@@ -1,11 +1,6 @@
 // The steps between the products of an attention, written once and compiled for each instruction
 // set, by the rules of exact_exp.h, which stands in front of it.
 
-// Below -88 the true value is under 1e-36, where exp_of no longer follows; -inf gives NaN.
-inline float silu_of(float x) {
-  return choose(x < -88.0f, x * 0.0f, x / (1.0f + exp_of(-x)));
-}
-
 // scores[j] -> silu(scores[j] * score_scale + bias[j]) * weight_scale
 void weigh(float* __restrict scores, int64_t num_keys, const float* __restrict bias,
            float score_scale, float weight_scale) {
@@ -16,14 +11,6 @@ void weigh(float* __restrict scores, int64_t num_keys, const float* __restrict b
   }
   for (int64_t j = 0; j < num_keys; ++j)
     scores[j] = silu_of(scores[j] * score_scale + bias[j]) * weight_scale;
-}
-
-void activate(float* __restrict values, int64_t size, bool silu) {
-  if (silu) {
-    for (int64_t i = 0; i < size; ++i) values[i] = silu_of(values[i]);
-    return;
-  }
-  for (int64_t i = 0; i < size; ++i) values[i] = 1.0f / (1.0f + exp_of(-values[i]));
 }
 
 // One lane of a wide product: the same order of sums.

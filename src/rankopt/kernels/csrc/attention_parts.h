@@ -18,7 +18,6 @@ namespace rankopt {
 struct AttentionSteps {
   const LinearFp32& linear;
   void (*weigh)(float*, int64_t, const float*, float, float);
-  void (*activate)(float*, int64_t, bool);
   float (*dot)(const float*, const float*, int64_t);
   void (*add_scaled)(float, const float*, int64_t, float*);
   void (*mix)(const float*, const float*, const float*, int64_t, int64_t, float*);

@@ -82,9 +82,8 @@ void apply(const AttentionSteps& steps, const Layer& layer, Fp32Block block, boo
     block.slope = layer.slope;
     block.slope_per_output = true;
   }
+  block.activation = static_cast<Activation>(layer.activation);
   (wide || layer.num_outputs > kNarrowOutputs ? steps.linear.wide : steps.linear.narrow)(block);
-  if (layer.activation > kSlope)
-    steps.activate(block.out, block.num_rows * layer.num_outputs, layer.activation == kSilu);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// exp, written once and compiled for each instruction set: no operation here may be fused or
+// exp and what is made of it, written once and compiled for each instruction set: no operation here may be fused or
 // reordered, so a wider vector gives the same bits. Included inside a namespace, between
 // RANKOPT_TARGET_BEGIN and RANKOPT_TARGET_END; calls no function of a standard header, since the
 // linker could keep the copy compiled for the better CPU.
@@ -28,4 +28,11 @@ inline float exp_of(float x) {
   const int32_t exponent =
       __builtin_bit_cast(int32_t, shifted) - __builtin_bit_cast(int32_t, kRound) + 127;
   return mantissa * __builtin_bit_cast(float, exponent << 23);
+}
+
+inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+// Below -88 the true value is under 1e-36, where exp_of no longer follows; -inf gives NaN.
+inline float silu_of(float x) {
+  return choose(x < -88.0f, x * 0.0f, x / (1.0f + exp_of(-x)));
 }

@@ -138,6 +138,11 @@ Layer check_layer(const char* op, int64_t num_inputs, const LayerTensors& tensor
     check_fp32(op, tensors, layer);
   const float* bias = float_vector(op, tensors.bias, "bias", layer.num_outputs, false);
   const float* slope = float_vector(op, tensors.slope, "negative_slope", layer.num_outputs, true);
+  TORCH_CHECK(tensors.activation == kNone || tensors.activation == kSigmoid ||
+                  tensors.activation == kSilu,
+              op, ": activation must be 0 (none), 2 (sigmoid) or 3 (silu); got ",
+              tensors.activation);
+  layer.int8.activation = layer.fp32.activation = static_cast<Activation>(tensors.activation);
   layer.int8.bias = layer.fp32.bias = bias;
   layer.int8.slope = layer.fp32.slope = slope;
   layer.int8.slope_per_output = layer.fp32.slope_per_output =
@@ -227,14 +232,12 @@ struct Levels {
 
 void quantize_rows(const Call& call, const Layer& layer, Matrix<const float> in, int64_t num_rows,
                    Levels levels, int64_t stride) {
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const float* x = in.data + r * in.stride;
-    uint8_t* out = levels.rows + r * stride;
-    levels.scales[r] =
-        layer.is_fixed ? call.kernels.int8.quantize_fixed(x, layer.num_inputs, call.activation_bits,
-                                                          layer.fixed, out)
-                       : call.kernels.int8.quantize(x, layer.num_inputs, call.activation_bits, out);
-  }
+  const QuantizeBlock block{in.data, in.stride, num_rows, layer.num_inputs, call.activation_bits,
+                            levels.rows, stride, levels.scales};
+  if (layer.is_fixed)
+    call.kernels.int8.quantize_fixed(block, layer.fixed);
+  else
+    call.kernels.int8.quantize(block);
 }
 
 void multiply_fp32(const Call& call, const Layer& layer, Matrix<const float> in, Matrix<float> out,

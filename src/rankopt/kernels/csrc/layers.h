@@ -19,6 +19,7 @@ struct LayerTensors {
   const at::Tensor* slope;
   const at::Tensor* peak;  // one number that an int8 layer's inputs are scaled by; null: each row's own
   int64_t num_outputs;
+  int64_t activation;  // kNone, kSigmoid or kSilu, of what the slope left
 };
 
 inline const at::Tensor* given(const std::optional<at::Tensor>& tensor) {

@@ -22,13 +22,13 @@ at::Tensor like_with_outputs(const at::Tensor& x, c10::SymInt num_outputs) {
 
 at::Tensor linear_int8_shape(const at::Tensor& x, const at::Tensor&, const at::Tensor&,
                              const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                             int64_t num_outputs, int64_t) {
+                             int64_t num_outputs, int64_t, int64_t) {
   return like_with_outputs(x, num_outputs);
 }
 
 at::Tensor linear_fp32_shape(const at::Tensor& x, const at::Tensor&,
                              const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-                             int64_t num_outputs) {
+                             int64_t num_outputs, int64_t) {
   return like_with_outputs(x, num_outputs);
 }
 
@@ -69,10 +69,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_shape(
 TORCH_LIBRARY(rankopt, m) {
   m.def(
       "linear_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? negative_slope, "
-      "int num_outputs, int activation_bits) -> Tensor");
+      "int num_outputs, int activation_bits, int activation=0) -> Tensor");
   m.def(
-      "linear_fp32(Tensor x, Tensor packed, Tensor? bias, Tensor? negative_slope, int num_outputs) "
-      "-> Tensor");
+      "linear_fp32(Tensor x, Tensor packed, Tensor? bias, Tensor? negative_slope, int num_outputs, "
+      "int activation=0) -> Tensor");
   m.def(
       "linear_fbgemm(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor handle) -> Tensor");
   m.def(
@@ -111,25 +111,27 @@ extern "C" {
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_linear_int8(
     AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle scale, AtenTensorHandle* bias,
     AtenTensorHandle* negative_slope, int64_t num_outputs, int64_t activation_bits,
-    AtenTensorHandle* result) {
+    int64_t activation, AtenTensorHandle* result) {
   using namespace torch::aot_inductor;
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
     *result = new_tensor_handle(rankopt::linear_int8(
         *tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(packed),
         *tensor_handle_to_tensor_pointer(scale), pointer_to_optional<at::Tensor>(bias),
-        pointer_to_optional<at::Tensor>(negative_slope), num_outputs, activation_bits));
+        pointer_to_optional<at::Tensor>(negative_slope), num_outputs, activation_bits,
+        activation));
   });
 }
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_linear_fp32(
     AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias,
-    AtenTensorHandle* negative_slope, int64_t num_outputs, AtenTensorHandle* result) {
+    AtenTensorHandle* negative_slope, int64_t num_outputs, int64_t activation,
+    AtenTensorHandle* result) {
   using namespace torch::aot_inductor;
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
     *result = new_tensor_handle(rankopt::linear_fp32(
         *tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(packed),
         pointer_to_optional<at::Tensor>(bias), pointer_to_optional<at::Tensor>(negative_slope),
-        num_outputs));
+        num_outputs, activation));
   });
 }
 

@@ -6,9 +6,10 @@ namespace rankopt {
 
 at::Tensor linear_fp32(const at::Tensor& x, const at::Tensor& packed,
                        const std::optional<at::Tensor>& bias,
-                       const std::optional<at::Tensor>& negative_slope, int64_t num_outputs) {
+                       const std::optional<at::Tensor>& negative_slope, int64_t num_outputs,
+                       int64_t activation) {
   const LayerTensors layer{&packed, nullptr, given(bias), given(negative_slope), nullptr,
-                           num_outputs};
+                           num_outputs, activation};
   return run_layers("linear_fp32", x, layer, 8);
 }
 

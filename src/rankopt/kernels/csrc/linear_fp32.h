@@ -11,7 +11,7 @@
 //   wide    sum = 0;  sum = fma(x[k], w[k], sum)  for k = 0, 1, ..., K - 1
 //   narrow  sum[l] the same for k = l, l + 16, ... over the padding too (there x counts as 0);
 //           then sum[l] += sum[l + h]  for l < h,  h = 8, 4, 2, 1;  sum = sum[0]
-//   y       = sum + bias[n];  y >= 0 ? y : y * slope[n]
+//   y       = sum + bias[n];  y >= 0 ? y : y * slope[n];  activation(y), by exact_exp.h
 #pragma once
 
 #include <cstdint>
@@ -36,10 +36,12 @@ struct Fp32Block {
   const float* bias;   // [num_outputs] or null
   const float* slope;  // one or [num_outputs], or null: what negative outputs are scaled by
   bool slope_per_output;
-  float* out;  // first row, output 0
+  Activation activation;  // of what the slope left
+  float* out;             // first row, output 0
   int64_t out_stride;
 };
 
+// All but the activation.
 inline float finish(const Fp32Block& block, float sum, int64_t n) {
   float y = block.bias != nullptr ? sum + block.bias[n] : sum;
   if (block.slope != nullptr && !(y >= 0.0f)) y = y * block.slope[block.slope_per_output ? n : 0];

@@ -12,6 +12,8 @@ RANKOPT_TARGET_BEGIN("avx2,fma")
 namespace rankopt {
 namespace {
 
+#include "exact_exp.h"
+#include "activation.h"
 #include "linear_int8_avx2.h"
 #include "linear_fp32_tile.h"
 

@@ -7,11 +7,13 @@
 
 #include "target.h"
 
-RANKOPT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq")
+RANKOPT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
 
 namespace rankopt {
 namespace {
 
+#include "exact_exp.h"
+#include "activation.h"
 #include "linear_int8_avx512.h"
 #include "linear_fp32_tile.h"
 

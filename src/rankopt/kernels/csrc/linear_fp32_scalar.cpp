@@ -7,6 +7,9 @@
 namespace rankopt {
 namespace {
 
+#include "exact_exp.h"
+#include "activation.h"
+
 void wide(const Fp32Block& block) {
   for (int64_t row = 0; row < block.num_rows; ++row) {
     const float* x = block.x + row * block.x_stride;
@@ -18,8 +21,9 @@ void wide(const Fp32Block& block) {
           sums[lane] = std::fma(x[k], weights[lane], sums[lane]);
       const int64_t first = tile * kTileOutputs;
       const int64_t end = std::min(first + kTileOutputs, block.num_outputs);
-      for (int64_t n = first; n < end; ++n)
-        block.out[row * block.out_stride + n] = finish(block, sums[n - first], n);
+      float* out = block.out + row * block.out_stride;
+      for (int64_t n = first; n < end; ++n) out[n] = finish(block, sums[n - first], n);
+      activate(out + first, end - first, block.activation);
     }
   }
 }
@@ -36,7 +40,9 @@ void narrow(const Fp32Block& block) {
       }
       for (int64_t half = kLaneInputs / 2; half > 0; half /= 2)
         for (int64_t lane = 0; lane < half; ++lane) sums[lane] = sums[lane] + sums[lane + half];
-      block.out[row * block.out_stride + n] = finish(block, sums[0], n);
+      float* out = block.out + row * block.out_stride + n;
+      *out = finish(block, sums[0], n);
+      activate(out, 1, block.activation);
     }
   }
 }

@@ -4,6 +4,14 @@
 // A policy P gives: vector types Float and Sixteen (sums of sixteen lanes); kLanes;
 // max_tiles(num_rows); max_rows(tiles); kNarrowRows; and the operations used below.
 
+[[gnu::noinline]] void activate_rows(const Fp32Block& block, int64_t row, int64_t num_rows,
+                                     int64_t tile, int64_t num_tiles) {
+  const int64_t first = tile * kTileOutputs, rest = block.num_outputs - first;
+  const int64_t width = rest < num_tiles * kTileOutputs ? rest : num_tiles * kTileOutputs;
+  for (int64_t r = row; r < row + num_rows; ++r)
+    activate(block.out + r * block.out_stride + first, width, block.activation);
+}
+
 template <class P, int kRows, int kVectors>
 inline void multiply_block(const Fp32Block& block, int64_t row, int64_t tile) {
   constexpr int kPerTile = static_cast<int>(kTileOutputs) / P::kLanes;
@@ -48,6 +56,7 @@ inline void multiply_block(const Fp32Block& block, int64_t row, int64_t tile) {
       P::store(block.out + (row + r) * block.out_stride + n, y, valid);
     }
   }
+  if (block.activation > kSlope) activate_rows(block, row, kRows, tile, kVectors / kPerTile);
 }
 
 template <class P, int kTiles, int kRows>
@@ -142,13 +151,16 @@ void narrow(const Fp32Block& block) {
         sum_lanes<P, P::kNarrowRows>(block, row + r, block.weights + n * padded, folded + r);
       float totals[8];
       _mm256_storeu_ps(totals, totals_of(folded));
-      for (int r = 0; r < 8; ++r)
-        block.out[(row + r) * block.out_stride + n] = finish(block, totals[r], n);
+      for (int r = 0; r < 8; ++r) totals[r] = finish(block, totals[r], n);
+      activate(totals, 8, block.activation);
+      for (int r = 0; r < 8; ++r) block.out[(row + r) * block.out_stride + n] = totals[r];
     }
   for (; row < block.num_rows; ++row)
     for (int64_t n = 0; n < block.num_outputs; ++n) {
       __m256 folded;
       sum_lanes<P, 1>(block, row, block.weights + n * padded, &folded);
-      block.out[row * block.out_stride + n] = finish(block, total_of(folded), n);
+      float* out = block.out + row * block.out_stride + n;
+      *out = finish(block, total_of(folded), n);
+      activate(out, 1, block.activation);
     }
 }

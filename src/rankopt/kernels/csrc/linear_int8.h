@@ -13,6 +13,7 @@
 //   u     = round_half_even(x * inverse) + zero_point                      zero_point = 64 or 128
 //   exact = sum u * w - zero_point * column_sum                            int32
 //   y     = float(exact) * (row_scale * scale[n]) + bias[n];  y < 0 ? y * slope[n] : y
+//   y     = activation(y), as exact_exp.h computes it
 // A row whose peak is below 2^-100 counts as zero (Q / peak would overflow), one that holds NaN or
 // infinity gets row_scale NaN and so NaN outputs.
 //
@@ -67,7 +68,8 @@ struct GemmBlock {
   const float* bias;         // [num_outputs] or null
   const float* slope;        // one or [num_outputs], or null: what negative outputs are scaled by
   bool slope_per_output;
-  float* out;  // first row, output 0
+  Activation activation;  // of what the slope left
+  float* out;             // first row, output 0
   int64_t out_stride;
   // For a next layer with a fixed peak: the levels it reads are written in place of `out`, over the
   // padding up to a whole tile too.
@@ -84,12 +86,23 @@ inline void spoil_row(const GemmBlock& block, int64_t row) {
   __atomic_store(block.next_scales + row, &nan, __ATOMIC_RELAXED);
 }
 
-// One implementation. `quantize` writes at least ceil(K / 4) * 4 bytes (what lies past K meets zero
-// weights), at most ceil(K / 8) * 8, and returns the row's scale.
+// Rows to quantise. At least ceil(K / 4) * 4 bytes of each are written (what lies past K meets zero
+// weights), at most ceil(K / 64) * 64.
+struct QuantizeBlock {
+  const float* x;
+  int64_t x_stride;
+  int64_t num_rows;
+  int64_t num_inputs;
+  int activation_bits;
+  uint8_t* rows;
+  int64_t stride;  // bytes
+  float* row_scales;
+};
+
+// One implementation.
 struct LinearInt8 {
-  float (*quantize)(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out);
-  float (*quantize_fixed)(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
-                          uint8_t* out);
+  void (*quantize)(const QuantizeBlock&);
+  void (*quantize_fixed)(const QuantizeBlock&, RowScale fixed);
   void (*gemm7)(const GemmBlock&);
   void (*gemm8)(const GemmBlock&);
 };

@@ -12,6 +12,8 @@ RANKOPT_TARGET_BEGIN("avx2")
 namespace rankopt {
 namespace {
 
+#include "exact_exp.h"
+#include "activation.h"
 #include "linear_int8_avx2.h"
 #include "linear_int8_tile.h"
 
@@ -86,7 +88,7 @@ inline void store_8(uint8_t* out, __m256i levels, __m256i zero_point) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(out), bytes);
 }
 
-float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out) {
+float quantize_row(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out) {
   const int64_t whole = num_inputs & ~int64_t{31}, eights = num_inputs & ~int64_t{7};
   const __m256i last = Avx2::lanes_below(num_inputs - eights);
 
@@ -122,8 +124,8 @@ float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t*
   return row.scale;
 }
 
-float quantize_fixed(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
-                     uint8_t* out) {
+float quantize_row_fixed(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
+                         uint8_t* out) {
   const __m256 inverse = _mm256_set1_ps(fixed.inverse);
   const float largest = levels_of(activation_bits);
   const int zero_point = 1 << zero_shift_of(activation_bits);
@@ -134,6 +136,19 @@ float quantize_fixed(const float* x, int64_t num_inputs, int activation_bits, Ro
     Avx2::store_levels(out + k, _mm256_mul_ps(values, inverse), largest, zero_point);
   }
   return spoiled ? __builtin_nanf("") : fixed.scale;
+}
+
+void quantize(const QuantizeBlock& block) {
+  for (int64_t r = 0; r < block.num_rows; ++r)
+    block.row_scales[r] = quantize_row(block.x + r * block.x_stride, block.num_inputs,
+                                       block.activation_bits, block.rows + r * block.stride);
+}
+
+void quantize_fixed(const QuantizeBlock& block, RowScale fixed) {
+  for (int64_t r = 0; r < block.num_rows; ++r)
+    block.row_scales[r] =
+        quantize_row_fixed(block.x + r * block.x_stride, block.num_inputs, block.activation_bits,
+                           fixed, block.rows + r * block.stride);
 }
 
 }  // namespace

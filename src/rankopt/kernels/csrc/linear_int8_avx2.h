@@ -4,6 +4,7 @@ struct Avx2 {
   using Int = __m256i;
   using Float = __m256;
   static constexpr int kLanes = 8;
+  static constexpr bool shares_vectors = false;
 
   static Int zero() { return _mm256_setzero_si256(); }
   static Int subtract(Int a, Int b) { return _mm256_sub_epi32(a, b); }

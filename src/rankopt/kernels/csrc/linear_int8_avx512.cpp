@@ -8,11 +8,13 @@
 
 #include "target.h"
 
-RANKOPT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq")
+RANKOPT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
 
 namespace rankopt {
 namespace {
 
+#include "exact_exp.h"
+#include "activation.h"
 #include "linear_int8_avx512.h"
 #include "linear_int8_tile.h"
 
@@ -65,31 +67,49 @@ inline __m512i rounded(__m512 x, __m512 inverse) {
   return _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse));
 }
 
-float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out) {
-  const int64_t whole = num_inputs & ~int64_t{63};
-  __m512i peaks[4];
-  for (int i = 0; i < 4; ++i) peaks[i] = _mm512_setzero_si512();
-  for (int64_t k = 0; k < whole; k += 64)
+// The largest magnitudes of a row in sixteen lanes. `last` are the lanes of its last vector.
+inline __m512i row_peaks(const float* x, int64_t num_inputs, __mmask16 last) {
+  const __m512i zero = _mm512_setzero_si512();
+  __m512i peaks[2] = {zero, zero};
+  int64_t k = 0;
+  for (; k + 64 < num_inputs; k += 64)
     for (int i = 0; i < 4; ++i)
-      peaks[i] = _mm512_max_epu32(peaks[i], magnitude_bits(_mm512_loadu_si512(x + k + 16 * i)));
-  for (int64_t k = whole; k < num_inputs; k += 16) {
-    const __mmask16 valid = Avx512::lanes_below(num_inputs - k);
-    peaks[0] = _mm512_max_epu32(peaks[0], magnitude_bits(_mm512_maskz_loadu_epi32(valid, x + k)));
-  }
-  const __m512i all = _mm512_max_epu32(_mm512_max_epu32(peaks[0], peaks[1]),
-                                       _mm512_max_epu32(peaks[2], peaks[3]));
-  const RowScale row = row_scale(_mm512_reduce_max_epu32(all), levels_of(activation_bits));
+      peaks[i % 2] =
+          _mm512_max_epu32(peaks[i % 2], magnitude_bits(_mm512_loadu_si512(x + k + 16 * i)));
+  for (; k + 16 < num_inputs; k += 16)
+    peaks[0] = _mm512_max_epu32(peaks[0], magnitude_bits(_mm512_loadu_si512(x + k)));
+  if (k < num_inputs)
+    peaks[1] =
+        _mm512_max_epu32(peaks[1], magnitude_bits(_mm512_maskz_loadu_epi32(last, x + k)));
+  return _mm512_max_epu32(peaks[0], peaks[1]);
+}
 
-  const int zero_point = 1 << zero_shift_of(activation_bits);
-  if (row.inverse == 0.0f) {
-    std::memset(out, zero_point, static_cast<size_t>(divide_up(num_inputs, kTileInputs) * 4));
-    return row.scale;
-  }
-  const __m512 inverse = _mm512_set1_ps(row.inverse);
-  const __m512i offset = _mm512_set1_epi8(static_cast<char>(zero_point));
+// The largest of each of sixteen rows, [16][4].
+inline __m512i largest_of(const uint32_t* rows) {
+  __m512i fours[4], pairs[2];
+  for (int i = 0; i < 4; ++i) fours[i] = _mm512_load_si512(rows + 16 * i);
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = _mm512_max_epu32(_mm512_unpacklo_epi32(fours[2 * i], fours[2 * i + 1]),
+                                _mm512_unpackhi_epi32(fours[2 * i], fours[2 * i + 1]));
+  // Lane 4 * i + j holds row 4 * j + i.
+  const __m512i mixed = _mm512_max_epu32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
+                                         _mm512_unpackhi_epi64(pairs[0], pairs[1]));
   const __m512i order =
       _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  for (int64_t k = 0; k < whole; k += 64) {
+  return _mm512_permutexvar_epi32(order, mixed);
+}
+
+inline __m128i to_bytes(__m512 x, __m512 inverse, __m128i offset) {
+  return _mm_add_epi8(_mm512_cvtepi32_epi8(rounded(x, inverse)), offset);
+}
+
+inline void round_row(const float* x, int64_t num_inputs, __mmask16 last, __m512 inverse,
+                      __m512i offset, uint8_t* out) {
+  const __m512i order =
+      _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m128i low = _mm512_castsi512_si128(offset);
+  int64_t k = 0;
+  for (; k + 64 <= num_inputs; k += 64) {
     __m512i parts[4];
     for (int i = 0; i < 4; ++i) parts[i] = rounded(_mm512_loadu_ps(x + k + 16 * i), inverse);
     const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(parts[0], parts[1]),
@@ -97,34 +117,74 @@ float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t*
     const __m512i ordered = _mm512_permutexvar_epi32(order, bytes);
     _mm512_storeu_si512(out + k, _mm512_add_epi8(ordered, offset));
   }
-  for (int64_t k = whole; k < num_inputs; k += 16) {
-    const int64_t rest = num_inputs - k;
-    const __m512 values = _mm512_maskz_loadu_ps(Avx512::lanes_below(rest), x + k);
-    const __m128i bytes = _mm_add_epi8(_mm512_cvtepi32_epi8(rounded(values, inverse)),
-                                       _mm512_castsi512_si128(offset));
-    const __mmask16 padded = Avx512::lanes_below(divide_up(rest, kTileInputs) * kTileInputs);
-    _mm_mask_storeu_epi8(out + k, padded, bytes);
-  }
-  return row.scale;
+  for (; k + 16 <= num_inputs; k += 16)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k),
+                     to_bytes(_mm512_loadu_ps(x + k), inverse, low));
+  if (k < num_inputs)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k),
+                     to_bytes(_mm512_maskz_loadu_ps(last, x + k), inverse, low));
 }
 
-float quantize_fixed(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
-                     uint8_t* out) {
-  const __m512 inverse = _mm512_set1_ps(fixed.inverse);
-  const float largest = levels_of(activation_bits);
-  const int zero_point = 1 << zero_shift_of(activation_bits);
-  bool spoiled = false;
-  for (int64_t k = 0; k < num_inputs; k += 16) {
-    const int64_t rest = num_inputs - k;
-    const __m512 values = Avx512::load(x + k, rest);
-    spoiled |= Avx512::any_not_finite(values);
-    const __m128i levels = Avx512::to_levels(_mm512_mul_ps(values, inverse), largest, zero_point);
-    if (rest >= 16)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), levels);
-    else
-      _mm_mask_storeu_epi8(out + k, Avx512::lanes_below(divide_up(rest, 4) * 4), levels);
+// The peaks of at most sixteen rows, each in four lanes.
+[[gnu::noinline]] void fold_peaks(const QuantizeBlock& block, int64_t begin, __mmask16 last, uint32_t* peaks) {
+  const int64_t end = begin + 16 < block.num_rows ? begin + 16 : block.num_rows;
+  for (int64_t r = begin; r < end; ++r, peaks += 4) {
+    const __m512i lanes = row_peaks(block.x + r * block.x_stride, block.num_inputs, last);
+    const __m256i eight = _mm256_max_epu32(_mm512_castsi512_si256(lanes),
+                                           _mm512_extracti64x4_epi64(lanes, 1));
+    _mm_store_si128(reinterpret_cast<__m128i*>(peaks),
+                    _mm_max_epu32(_mm256_castsi256_si128(eight),
+                                  _mm256_extracti128_si256(eight, 1)));
   }
-  return spoiled ? __builtin_nanf("") : fixed.scale;
+}
+
+// Sixteen rows at a time, so that their scales are found together, by row_scale() in vectors; of
+// short rows the next sixteen's peaks meanwhile, since a scale comes at the end of a long chain.
+// Long ones would leave the first-level cache before they are rounded.
+void quantize(const QuantizeBlock& block) {
+  const __m512 levels = _mm512_set1_ps(levels_of(block.activation_bits));
+  const __m512i offset =
+      _mm512_set1_epi8(static_cast<char>(1 << zero_shift_of(block.activation_bits)));
+  const __m512i infinity = _mm512_set1_epi32(static_cast<int>(kInfinityBits));
+  const __m512i tiny = _mm512_set1_epi32(static_cast<int>(kTinyBits));
+  const __mmask16 last = Avx512::lanes_below((block.num_inputs + 15) % 16 + 1);
+  const bool ahead = block.num_inputs <= 192;
+  alignas(64) uint32_t peaks[64] = {};
+  alignas(64) float inverses[16];
+  fold_peaks(block, 0, last, peaks);
+  for (int64_t begin = 0; begin < block.num_rows; begin += 16) {
+    const __m512i largest = largest_of(peaks);
+    if (ahead) fold_peaks(block, begin + 16, last, peaks);
+    const __m512 peak = _mm512_castsi512_ps(largest);
+    const __mmask16 not_finite = _mm512_cmpge_epu32_mask(largest, infinity);
+    const __mmask16 usable = _mm512_cmpge_epu32_mask(largest, tiny) & ~not_finite;
+    _mm512_store_ps(inverses, _mm512_maskz_div_ps(usable, levels, peak));
+    const __m512 scales = _mm512_mask_mov_ps(_mm512_maskz_div_ps(usable, peak, levels), not_finite,
+                                             _mm512_set1_ps(__builtin_nanf("")));
+    const int64_t count = block.num_rows - begin < 16 ? block.num_rows - begin : 16;
+    _mm512_mask_storeu_ps(block.row_scales + begin, Avx512::lanes_below(count), scales);
+    // A row that is not finite gets some levels here; its scale makes all of it NaN.
+    for (int64_t r = 0; r < count; ++r)
+      round_row(block.x + (begin + r) * block.x_stride, block.num_inputs, last,
+                _mm512_set1_ps(inverses[r]), offset, block.rows + (begin + r) * block.stride);
+    if (!ahead) fold_peaks(block, begin + 16, last, peaks);
+  }
+}
+
+void quantize_fixed(const QuantizeBlock& block, RowScale fixed) {
+  const __m512 inverse = _mm512_set1_ps(fixed.inverse);
+  const float largest = levels_of(block.activation_bits);
+  const int zero_point = 1 << zero_shift_of(block.activation_bits);
+  for (int64_t r = 0; r < block.num_rows; ++r) {
+    bool spoiled = false;
+    for (int64_t k = 0; k < block.num_inputs; k += 16) {
+      const __m512 values = Avx512::load(block.x + r * block.x_stride + k, block.num_inputs - k);
+      spoiled |= Avx512::any_not_finite(values);
+      Avx512::store_levels(block.rows + r * block.stride + k, _mm512_mul_ps(values, inverse),
+                           largest, zero_point);
+    }
+    block.row_scales[r] = spoiled ? __builtin_nanf("") : fixed.scale;
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@ struct Avx512 {
   using Int = __m512i;
   using Float = __m512;
   static constexpr int kLanes = 16;
+  static constexpr bool shares_vectors = false;
 
   static Int zero() { return _mm512_setzero_si512(); }
   static Int subtract(Int a, Int b) { return _mm512_sub_epi32(a, b); }
@@ -12,8 +13,7 @@ struct Avx512 {
   static Float multiply(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
   static Float scale_negative(Float y, Float slope) {
-    const __mmask16 keep = _mm512_cmp_ps_mask(y, _mm512_setzero_ps(), _CMP_GE_OQ);
-    return _mm512_mask_blend_ps(keep, _mm512_mul_ps(y, slope), y);
+    return _mm512_mask_mul_ps(y, _mm512_cmp_ps_mask(y, _mm512_setzero_ps(), _CMP_NGE_UQ), y, slope);
   }
   static __mmask16 lanes_below(int64_t valid) {
     return static_cast<__mmask16>(valid >= kLanes ? 0xffff : (1 << valid) - 1);
@@ -46,5 +46,23 @@ struct Avx512 {
     int32_t four;
     std::memcpy(&four, p, sizeof(four));
     return _mm512_set1_epi32(four);
+  }
+  // Lanes 0 to 7 in both halves, of two vectors each the first lanes, and back.
+  static Int twice(Int a) { return _mm512_shuffle_i64x2(a, a, 0x44); }
+  static Float twice(Float a) { return _mm512_shuffle_f32x4(a, a, 0x44); }
+  static Int load_twice(const int8_t* p) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Int halves(Int low, Int high) { return _mm512_mask_blend_epi32(0xff00, low, high); }
+  static Float halves(Float low, Float high) { return _mm512_mask_blend_ps(0xff00, low, high); }
+  static void store_halves(float* low, float* high, Float y, int64_t valid) {
+    const __m256 upper = _mm512_extractf32x8_ps(y, 1);
+    if (valid == 8) {
+      _mm256_storeu_ps(low, _mm512_castps512_ps256(y));
+      _mm256_storeu_ps(high, upper);
+    } else {
+      _mm512_mask_storeu_ps(low, lanes_below(valid), y);
+      _mm512_mask_storeu_ps(high, lanes_below(valid), _mm512_castps256_ps512(upper));
+    }
   }
 };

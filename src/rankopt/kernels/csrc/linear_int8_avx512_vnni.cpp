@@ -8,11 +8,13 @@
 
 #include "target.h"
 
-RANKOPT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+RANKOPT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
 
 namespace rankopt {
 namespace {
 
+#include "exact_exp.h"
+#include "activation.h"
 #include "linear_int8_avx512.h"
 #include "linear_int8_tile.h"
 
@@ -21,6 +23,7 @@ template <int kShift>
 struct Avx512Vnni : Avx512 {
   using Left = __m512i;
   using Right = __m512i;
+  static constexpr bool shares_vectors = true;
   // 24 or 25 sums, the weights of one step and one group of inputs fill the 32 registers.
   static constexpr int max_tiles = 5;
   static constexpr int max_rows(int tiles) {

@@ -7,7 +7,10 @@
 namespace rankopt {
 namespace {
 
-float quantize(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out) {
+#include "exact_exp.h"
+#include "activation.h"
+
+float quantize_row(const float* x, int64_t num_inputs, int activation_bits, uint8_t* out) {
   uint32_t peak = 0;
   for (int64_t k = 0; k < num_inputs; ++k) {
     uint32_t bits;
@@ -35,8 +38,8 @@ uint8_t to_level(float scaled, int activation_bits) {
   return static_cast<uint8_t>(static_cast<int>(std::nearbyint(clamped)) + zero_point);
 }
 
-float quantize_fixed(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
-                     uint8_t* out) {
+float quantize_row_fixed(const float* x, int64_t num_inputs, int activation_bits, RowScale fixed,
+                         uint8_t* out) {
   bool spoiled = false;
   for (int64_t k = 0; k < divide_up(num_inputs, kTileInputs) * kTileInputs; ++k) {
     const float value = k < num_inputs ? x[k] : 0.0f;
@@ -44,6 +47,19 @@ float quantize_fixed(const float* x, int64_t num_inputs, int activation_bits, Ro
     out[k] = to_level(value * fixed.inverse, activation_bits);
   }
   return spoiled ? __builtin_nanf("") : fixed.scale;
+}
+
+void quantize(const QuantizeBlock& block) {
+  for (int64_t r = 0; r < block.num_rows; ++r)
+    block.row_scales[r] = quantize_row(block.x + r * block.x_stride, block.num_inputs,
+                                       block.activation_bits, block.rows + r * block.stride);
+}
+
+void quantize_fixed(const QuantizeBlock& block, RowScale fixed) {
+  for (int64_t r = 0; r < block.num_rows; ++r)
+    block.row_scales[r] =
+        quantize_row_fixed(block.x + r * block.x_stride, block.num_inputs, block.activation_bits,
+                           fixed, block.rows + r * block.stride);
 }
 
 void finish(const GemmBlock& block, int64_t row, int64_t tile, const int32_t* sums, int shift) {
@@ -60,6 +76,7 @@ void finish(const GemmBlock& block, int64_t row, int64_t tile, const int32_t* su
     float y = static_cast<float>(exact) * (block.row_scales[row] * block.scale[n]);
     if (block.bias != nullptr) y = y + block.bias[n];
     if (block.slope != nullptr && !(y >= 0.0f)) y = y * block.slope[block.slope_per_output ? n : 0];
+    activate(&y, 1, block.activation);
     if (block.levels == nullptr) {
       block.out[row * block.out_stride + n] = y;
       continue;

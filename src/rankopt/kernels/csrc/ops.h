@@ -10,11 +10,12 @@ namespace rankopt {
 at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                        const std::optional<at::Tensor>& bias,
                        const std::optional<at::Tensor>& negative_slope, int64_t num_outputs,
-                       int64_t activation_bits);
+                       int64_t activation_bits, int64_t activation);
 
 at::Tensor linear_fp32(const at::Tensor& x, const at::Tensor& packed,
                        const std::optional<at::Tensor>& bias,
-                       const std::optional<at::Tensor>& negative_slope, int64_t num_outputs);
+                       const std::optional<at::Tensor>& negative_slope, int64_t num_outputs,
+                       int64_t activation);
 
 at::Tensor linear_fbgemm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
                          const std::optional<at::Tensor>& bias, const at::Tensor& handle);

@@ -1,8 +1,6 @@
 // The gates of one row, written once and compiled for each instruction set, by the rules of
 // exact_exp.h, which stands in front of it.
 
-inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
-
 // Source of the polynomial: Cephes, tanhf.c; about 2 ulp.
 inline float tanh_of(float x) {
   const float size = __builtin_fabsf(x);
