@@ -34,7 +34,7 @@ from rankopt.capture.requests import REQUEST_INDEX
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, ContractError, Problem
 from rankopt.kernels.build import load_kernels
-from rankopt.kernels.ops import current_isa
+from rankopt.kernels.ops import current_isa, schema_here
 
 
 class LoadedArtifact:
@@ -196,7 +196,7 @@ def load_artifact(folder: str | Path) -> LoadedArtifact:
     path = Path(folder).resolve()
     manifest = read_manifest(path)
     check_machine(path, manifest)
-    load_operators(manifest.operators)
+    load_operators(path, manifest)
     more = (REQUEST_PROGRAM,) if manifest.requests is not None else ()
     missing = [name for name in (PROGRAM, *more, CONSTANTS) if not (path / name).is_file()]
     if missing:
@@ -247,11 +247,27 @@ def check_machine(path: Path, manifest: Manifest) -> None:
         raise ArtifactError(problems=problems)
 
 
-def load_operators(operators: tuple[str, ...]) -> None:
-    """Load the operator libraries that compiled code calls, before it is loaded itself."""
+def load_operators(path: Path, manifest: Manifest) -> None:
+    """Load the operator libraries that compiled code calls, before it is loaded itself.
+
+    Raises:
+        ArtifactError: an operator is gone or takes other arguments than when the code was compiled.
+    """
     load_kernels()
-    if "fbgemm" in operators:
+    if "fbgemm" in manifest.operators:
         import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
+    problems = [
+        Problem(
+            f"{path}: operators",
+            f"was compiled for {schema}",
+            schema_here(name) or f"no {name} in this version of rankopt",
+            "Build it again with this version: rankopt optimize ... --out DIR",
+        )
+        for name, schema in manifest.operator_schemas.items()
+        if schema != schema_here(name)
+    ]
+    if problems:
+        raise ArtifactError(problems=problems)
 
 
 def _open_program(folder: Path, program: str) -> torch._C._aoti.AOTIModelPackageLoader:

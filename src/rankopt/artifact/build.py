@@ -45,7 +45,7 @@ from rankopt.capture.parts import parts_in
 from rankopt.environment import collect_environment
 from rankopt.errors import ExportError
 from rankopt.kernels.build import load_kernels
-from rankopt.kernels.ops import aoti_c_shims, current_isa
+from rankopt.kernels.ops import aoti_c_shims, current_isa, schema_here
 from rankopt.passes.quantize_dense import fbgemm_layers
 
 CHECK_BATCHES = (1, 2, 7, 64)
@@ -121,6 +121,7 @@ def write_artifact(
         part_packages=dict(stored.packages),
         capture=bundle.capture,
         operators=_operators(bundle),
+        operator_schemas=_operator_schemas(bundle),
         judged_isa=current_isa(),
         libraries=environment.libraries,
         compiler_options={key: str(value) for key, value in bundle.inductor_options.items()},
@@ -208,11 +209,20 @@ def make_checks(bundle: ModelBundle) -> dict[str, Tensor]:
 
 
 def _operators(bundle: ModelBundle) -> tuple[str, ...]:
+    spaces = {name.split("::")[0] for name in _operator_names(bundle)}
+    return tuple(sorted(spaces & {"fbgemm", "rankopt"}))
+
+
+def _operator_schemas(bundle: ModelBundle) -> dict[str, str]:
+    names = sorted(name for name in _operator_names(bundle) if name.startswith("rankopt::"))
+    return {name: schema_here(name) or "" for name in names}
+
+
+def _operator_names(bundle: ModelBundle) -> set[str]:
     programs = [each.program for each in (bundle, bundle.requests) if each is not None]
-    spaces = {
-        str(node.target).split(".")[0]
+    return {
+        node.target._schema.name
         for program in programs
         for node in program.graph_module.graph.nodes
-        if node.op == "call_function"
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
     }
-    return tuple(sorted(spaces & {"fbgemm", "rankopt"}))

@@ -114,6 +114,9 @@ class Manifest(_Frozen):
     """What tracing the module assumed, left out or rewrote."""
     operators: tuple[str, ...]
     """Operator libraries to load first: `fbgemm`, `rankopt`."""
+    operator_schemas: dict[str, str] = Field(default_factory=dict)
+    """rankopt's operators in the compiled code -> their signatures then. The code calls their C
+    entry points, and one argument more or less would be read from wherever the stack holds it."""
     judged_isa: str
     """The kernels' instruction set with which passes were judged and the artifact was checked.
     `judged/` has what was found with others."""

@@ -133,7 +133,7 @@ def _rebuild(
                 f"{source / PASSES}: {step.kind} was calibrated on rows with the old weights, and "
                 f"new ones need rows again. {AGAIN}"
             )
-    load_operators(manifest.operators)
+    load_operators(source, manifest)
     load_kernels()
     progress("reading the weights")
     built = build_model(card, checkpoint)

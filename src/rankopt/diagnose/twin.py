@@ -329,7 +329,7 @@ def build_twin(artifact: Path, workdir: Path) -> tuple[LoadedArtifact, list[Site
     """
     manifest = read_manifest(artifact)
     check_machine(artifact, manifest)
-    load_operators(manifest.operators)
+    load_operators(artifact, manifest)
     source = read_source(artifact / PROGRAM)
     code, sites = instrument(source)
     library = _compile(code, source)

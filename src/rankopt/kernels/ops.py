@@ -168,6 +168,16 @@ def set_isa(name: str) -> None:
     torch.ops.rankopt.set_isa(name)
 
 
+def schema_here(name: str) -> str | None:
+    """Return the signature of a loaded operator, such as `rankopt::linear_int8`; None without one.
+
+    The operator must have one overload, as all of rankopt's have.
+    """
+    space, _, operator = name.partition("::")
+    found = getattr(getattr(torch.ops, space), operator, None)
+    return None if found is None else str(found.default._schema)
+
+
 def aoti_c_shims() -> dict[Any, list[str]]:
     """Return the value of `torch._inductor.config.aot_inductor.custom_ops_to_c_shims`.
 
