@@ -86,6 +86,20 @@ def linear_fp32(
     return result.reshape(*x.shape[:-1], num_outputs)
 
 
+def linear_fp16(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    negative_slope: Tensor | None,
+    num_outputs: int,
+) -> Tensor:
+    """Compute `rankopt::linear_fp16` bit for bit: `linear_fp32` on the weights widened, exactly.
+
+    Shapes: as `linear_fp32`; packed float16.
+    """
+    return linear_fp32(x, packed.to(torch.float32), bias, negative_slope, num_outputs)
+
+
 def linear_fbgemm(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, handle: Tensor
 ) -> Tensor:

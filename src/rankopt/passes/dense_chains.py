@@ -58,6 +58,7 @@ def _is_layer(node: Node) -> bool:
     ops = torch.ops.rankopt
     return node.target in (
         ops.linear_int8.default,
+        ops.linear_fp16.default,
         ops.linear_fp32.default,
         ops.mlp_int8.default,
     )
@@ -75,7 +76,7 @@ def _columns(node: Node) -> list[list[Any]]:
     ops, values = torch.ops.rankopt, arguments(node)
     if node.target is ops.mlp_int8.default:
         return [list(column) for column in values[1:7]]
-    if node.target is ops.linear_fp32.default:
+    if node.target in (ops.linear_fp16.default, ops.linear_fp32.default):
         values = (*values[:2], None, *values[2:])
     packed, scale, bias, slope, num_outputs = values[1:6]
     return [[packed], [scale], [bias], [slope], [None], [num_outputs]]

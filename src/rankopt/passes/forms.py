@@ -22,7 +22,8 @@ def apply_to_forms(step: Pass, bundle: ModelBundle, context: PassContext) -> Mod
     other = after.requests
     if other is None or other is not bundle.requests:
         return after
-    inner = PassContext(context.environment, context.workdir, choices=context.choices)
+    # Shared weights are stored once, so a layer is chosen for once.
+    inner = replace(context, notes=[])
     try:
         changed = step.apply(other, inner)
     except SelectorError as error:
