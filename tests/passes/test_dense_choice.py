@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +15,22 @@ from passes.zoo import Mlp, context, exact, features_of, make_bundle, mlp_card, 
 from rankopt.bundle import ModelBundle
 from rankopt.kernels import autotune
 from rankopt.kernels import dense_choice as kernel_times
-from rankopt.kernels.dense_choice import DenseLayer, has_fbgemm, relative_times
-from rankopt.passes import dense_choice
+from rankopt.kernels.dense_choice import (
+    ARITHMETICS,
+    DenseLayer,
+    has_fbgemm,
+    relative_times,
+)
+from rankopt.passes import dense_choice, pipeline
+from rankopt.passes.decision import Gain
 from rankopt.passes.dense_choice import decide
 from rankopt.passes.graph import find_linears
 from rankopt.passes.quantize_dense import QuantizeDense
-from rankopt.review.schema import MeasuredChoice
+from rankopt.passes.trial import Trial
+from rankopt.recipe import parse_recipe
+from rankopt.review.schema import MeasuredChoice, PassRecord
 
-ALL = ("int8", "fp16", "fp32", "fbgemm")
+ALL = ARITHMETICS
 
 
 def step(**settings: Any) -> QuantizeDense:
@@ -42,12 +52,12 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, float]]:
     table: dict[int, dict[str, float]] = {}
 
     def look_up(layer: DenseLayer, num_rows: int) -> dict[str, float]:
-        asked.append((layer.num_outputs, num_rows))
+        calls.append((layer.num_outputs, num_rows))
         return table[layer.num_outputs]
 
-    asked: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     monkeypatch.setattr(dense_choice, "relative_times", look_up)
-    monkeypatch.setattr(dense_choice, "asked", asked, raising=False)
+    monkeypatch.setattr(dense_choice, "asked", calls, raising=False)
     return table
 
 
@@ -118,6 +128,43 @@ def test_choices_are_replayed_without_timing(monkeypatch: pytest.MonkeyPatch) ->
     done = step(backend="auto", fuse=False).apply(bundle, work)
     assert [*done.arithmetic.values()] == ["fp32", "fp16", "int8"]
     assert any("the earlier run chose nothing" in note for note in work.notes)
+
+
+class Untimed:
+    """Stands for the bench: compiles nothing, and finds every pass faster."""
+
+    def compile(self, bundle: ModelBundle, name: str) -> Trial:
+        return Trial(bundle, Path(name))
+
+    def time(self, before: Trial, after: Trial, name: str) -> Gain:
+        return Gain(2.0, 1.9, 2.1, ())
+
+
+def test_record_holds_the_choices_and_a_second_run_takes_them(
+    times: dict[int, dict[str, float]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    proof = SimpleNamespace(passed=True, batch_sizes=(1,), rows_alone_equal=True, problems=())
+    monkeypatch.setattr(pipeline, "verify_artifact", lambda _: proof)
+    times |= {32: ns(1, 2, 2, 2), 16: ns(2, 1, 2, 2), 1: ns(2, 2, 1, 2)}
+    steps = [{"quantize_dense": {"backend": "auto", "min_inputs": 1}}, {"export_aoti": {}}]
+    recipe = parse_recipe({"name": "r", "batch_sizes": [2, 8], "passes": steps}, where="r")
+    bundle = make_bundle(mlp_card(20), three_layers())
+    bench: Any = Untimed()
+
+    def run(choices: list[PassRecord] | None) -> PassRecord:
+        environment = context().environment
+        done = pipeline.run_pipeline(recipe, bundle, bench, environment, tmp_path, choices=choices)
+        return done.records[0]
+
+    first = run(None)
+    assert [choice.chosen for choice in first.choices.values()] == ["int8", "fp16", "fp32"]
+    assert {tuple(choice.ratios) for choice in first.choices.values()} == {(2, 8)}
+    # As passes.json keeps it.
+    kept = PassRecord.model_validate_json(first.model_dump_json())
+    assert kept == first
+    asked().clear()
+    assert run([kept]).choices == first.choices
+    assert not asked()
 
 
 def test_rows_of_lists_count(times: dict[int, dict[str, float]]) -> None:

@@ -123,10 +123,11 @@ def _measured(
 
 def _traced_rows_of(linear: Linear) -> int:
     """Return how many rows the layer had when the graph was traced: those of lists count too."""
-    return math.prod(map(_hint, fake(arguments(linear.node)[0]).shape[:-1]))
+    return math.prod(map(traced_size, fake(arguments(linear.node)[0]).shape[:-1]))
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def traced_size(size: int | torch.SymInt) -> int:
+    """Return what a dim was when the graph was traced."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else TRACE_ROWS

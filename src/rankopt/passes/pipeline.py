@@ -194,7 +194,8 @@ def _replay(
         if record.kept:
             context = PassContext(environment, workdir, choices=record.choices)
             current = apply_to_forms(step, current, context)
-            record = record.model_copy(update={"details": tuple(context.notes)})
+            seen = {"details": tuple(context.notes), "choices": context.chosen}
+            record = record.model_copy(update=seen)
         records.append(record)
     return bench.compile(current, "chosen"), records
 

@@ -30,7 +30,7 @@ from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.calibration import MIN_PEAK, InputRange, calibrate
 from rankopt.passes.dense_chains import fuse_chains
-from rankopt.passes.dense_choice import choose_arithmetic
+from rankopt.passes.dense_choice import choose_arithmetic, traced_size
 from rankopt.passes.graph import (
     LayerConstants,
     Linear,
@@ -311,7 +311,7 @@ def _traced_rows(module: GraphModule, bundle: ModelBundle) -> int:
     if bundle.form == "rows":
         return TRACE_ROWS
     inputs = module.graph.find_nodes(op="placeholder")
-    return int(fake(inputs[bundle.input_names.index(REQUEST_INDEX)]).shape[0].node.hint)
+    return traced_size(fake(inputs[bundle.input_names.index(REQUEST_INDEX)]).shape[0])
 
 
 FBGEMM_HANDLE = "fbgemm_handle"
