@@ -39,7 +39,7 @@ class Layers(nn.Module):
         self.register_buffer("peak", torch.full((1,), 6.0))
         self.register_buffer("next_scale", scale.clone())
         self.register_buffer("narrow", pack_linear_fp32(torch.randn(3, 7, generator=generator)))
-        self.register_buffer("half", pack_linear_fp16(torch.randn(6, 3, generator=generator)))
+        self.register_buffer("fp16", pack_linear_fp16(torch.randn(6, 3, generator=generator)))
         self.register_buffer("narrow_bias", torch.randn(3, generator=generator))
         self.register_buffer("handle", torch.zeros(1, dtype=torch.int64))
 
@@ -52,7 +52,7 @@ class Layers(nn.Module):
             one, self.levels, self.levels_scale, None, self.handle
         )
         four = torch.ops.rankopt.linear_fp32(three, self.narrow, self.narrow_bias, None, 3)
-        half = torch.ops.rankopt.linear_fp16(four, self.half, None, self.slope, 6)
+        half = torch.ops.rankopt.linear_fp16(four, self.fp16, None, self.slope, 6)
         five = torch.ops.rankopt.mlp_int8(
             x,
             [self.packed, self.next, self.narrow],
