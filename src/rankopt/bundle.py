@@ -56,6 +56,7 @@ class ModelBundle:
             inputs once for each request and `request_index`.
         requests: the same model in the form `requests`, where a pass has made one.
         operations: of the form `requests`: what it saves on paper.
+        arithmetic: of layers that had theirs chosen by timing: int8, fp16, fp32 or fbgemm.
     """
 
     card: ModelCard
@@ -69,6 +70,7 @@ class ModelBundle:
     form: Literal["rows", "requests"] = "rows"
     requests: ModelBundle | None = None
     operations: OperationCount | None = None
+    arithmetic: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def input_names(self) -> tuple[str, ...]:

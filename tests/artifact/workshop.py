@@ -91,6 +91,7 @@ def _steps(name: str) -> tuple[str, tuple[Pass, ...]]:
             (QuantizeEmbeddings(), QuantizeDense(backend="native", **everything)),
         ),
         "dlrm-fbgemm": ("dlrm", (QuantizeDense(backend="fbgemm", **everything),)),
+        "dlrm-fp16": ("dlrm", (QuantizeDense(backend="fp16", **everything),)),
         "dlrm-torchao": (
             "dlrm",
             (

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 
 from rankopt.kernels import ops
-from rankopt.kernels.packing import pack_linear_fp32, pack_linear_int8, quantize_linear_weight
+from rankopt.kernels.packing import (
+    pack_linear_fp16,
+    pack_linear_fp32,
+    pack_linear_int8,
+    quantize_linear_weight,
+)
 
 
 class Layers(nn.Module):
@@ -34,6 +39,7 @@ class Layers(nn.Module):
         self.register_buffer("peak", torch.full((1,), 6.0))
         self.register_buffer("next_scale", scale.clone())
         self.register_buffer("narrow", pack_linear_fp32(torch.randn(3, 7, generator=generator)))
+        self.register_buffer("fp16", pack_linear_fp16(torch.randn(6, 3, generator=generator)))
         self.register_buffer("narrow_bias", torch.randn(3, generator=generator))
         self.register_buffer("handle", torch.zeros(1, dtype=torch.int64))
 
@@ -46,6 +52,7 @@ class Layers(nn.Module):
             one, self.levels, self.levels_scale, None, self.handle
         )
         four = torch.ops.rankopt.linear_fp32(three, self.narrow, self.narrow_bias, None, 3, 2)
+        half = torch.ops.rankopt.linear_fp16(four, self.fp16, None, self.slope, 6, 3)
         five = torch.ops.rankopt.mlp_int8(
             x,
             [self.packed, self.next, self.narrow],
@@ -57,7 +64,7 @@ class Layers(nn.Module):
             7,
             [0, 3, 2],
         )
-        return one, two, three, four, five
+        return one, two, three, four, half, five
 
 
 @pytest.mark.parametrize("c_shims", [False, True])

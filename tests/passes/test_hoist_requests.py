@@ -32,7 +32,9 @@ from rankopt.artifact.requests import named_for_requests
 from rankopt.bundle import ModelBundle
 from rankopt.capture.requests import REQUEST_INDEX
 from rankopt.environment import collect_environment
+from rankopt.kernels.dense_choice import DenseLayer
 from rankopt.models.hstu import HSTU
+from rankopt.passes import dense_choice
 from rankopt.passes.base import Pass
 from rankopt.passes.forms import REQUESTS, apply_to_forms
 from rankopt.passes.fuse_attention import FuseAttention
@@ -235,6 +237,29 @@ def test_it_stands_before_the_passes_that_pick_other_arithmetic() -> None:
     }
     problems = parse_recipe(raw, where="r.yaml").check(collect_environment())
     assert any("must stand before" in str(problem) for problem in problems)
+
+
+def test_both_forms_share_the_arithmetic_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def times(layer: DenseLayer, num_rows: int) -> dict[str, float]:
+        asked.append(num_rows)
+        # Every other question has another answer.
+        fp16 = 0.5 if len(asked) % 4 < 2 else 2.0
+        return {"int8": 1.0, "fp16": fp16, "fp32": 3.0, "fbgemm": 3.0}
+
+    monkeypatch.setattr(dense_choice, "relative_times", times)
+    about = context()
+    bundle = hoisted_bundle("dlrm")
+    bundle = apply_to_forms(QuantizeDense(backend="auto", min_inputs=1), bundle, about)
+    other = form_of(bundle)
+    shared = bundle.arithmetic.keys() & other.arithmetic.keys()
+    assert shared
+    assert all(bundle.arithmetic[layer] == other.arithmetic[layer] for layer in shared)
+    assert about.chosen.keys() == bundle.arithmetic.keys() | other.arithmetic.keys()
+    assert len(asked) == 2 * len(about.chosen)
 
 
 @pytest.mark.parametrize("name", ["din", "dlrm"])

@@ -119,6 +119,10 @@ def write_artifact(
         parts=stored.entries,
         part_code=dict(stored.code),
         part_packages=dict(stored.packages),
+        arithmetic={
+            **(bundle.requests.arithmetic if bundle.requests is not None else {}),
+            **bundle.arithmetic,
+        },
         capture=bundle.capture,
         operators=_operators(bundle),
         operator_schemas=_operator_schemas(bundle),

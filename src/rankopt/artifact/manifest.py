@@ -110,6 +110,8 @@ class Manifest(_Frozen):
     """Python module -> its source file under parts/, for code that is no installed package."""
     part_packages: dict[str, str] = Field(default_factory=dict)
     """Installed package -> version, of the parts' classes."""
+    arithmetic: dict[str, str] = Field(default_factory=dict)
+    """Layer -> int8, fp16, fp32 or fbgemm, where timing on the target machine chose."""
     capture: tuple[str, ...] = ()
     """What tracing the module assumed, left out or rewrote."""
     operators: tuple[str, ...]

@@ -145,7 +145,8 @@ def _rebuild(
     for step, record in zip(recipe.passes, records, strict=True):
         if record.kept and step.purpose != "artifact":
             progress(f"{step.kind}: rewriting")
-            bundle = apply_to_forms(step, bundle, PassContext(environment, workdir))
+            context = PassContext(environment, workdir, choices=record.choices)
+            bundle = apply_to_forms(step, bundle, context)
     return bundle
 
 

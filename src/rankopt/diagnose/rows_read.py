@@ -99,7 +99,7 @@ def _by_plan(given: Sequence[Tensor], *, whole: bool) -> RowsRead | None:
             ids = ids[:, row.column : row.column + row.length]
         if row.groups:
             counts = inputs[row.offsets].view(row.groups, -1).sum(1).tolist()
-            ids = ids.split(counts)[row.column]
+            ids = torch.split(ids, counts)[row.column]
         ids = ids.reshape(-1).long()
         ids = ids[(ids >= 0) & (ids < row.num_rows)]
         size = row_bytes(row.dim, DTYPES[row.storage])

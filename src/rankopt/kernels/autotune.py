@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rankopt.environment import collect_environment
 from rankopt.kernels.build import cache_dir, load_kernels
 
+MIN_ROUNDS = 7
 MARGIN = 0.03
 """Share of its time that a variant must save to be preferred to the first."""
 
@@ -43,7 +44,11 @@ class Choice(BaseModel):
 
 
 def fastest(
-    key: str, variants: Mapping[str, Callable[[], object]], *, num_rounds: int = 41
+    key: str,
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    num_rounds: int = 41,
+    budget_ns: int | None = None,
 ) -> Choice:
     """Time the variants in turns and choose the fastest; the first one where none is clearly so.
 
@@ -51,6 +56,7 @@ def fastest(
         key: names the question: operator, shapes, threads, instruction set.
         variants: by name, calls that give the same result; the first is the one to fall back to.
         num_rounds: how often each is called; one round before them is thrown away.
+        budget_ns: fewer rounds, but no fewer than `MIN_ROUNDS`, once they have taken this long.
 
     Returns:
         The choice: measured now, or by an earlier call with the same key and variants.
@@ -65,7 +71,11 @@ def fastest(
     if kept is not None:
         return kept
     times: dict[str, list[int]] = {name: [] for name in variants}
-    for _ in range(num_rounds + 1):
+    started_ns = time.perf_counter_ns() if budget_ns is not None else 0
+    for done in range(num_rounds + 1):
+        enough = budget_ns is not None and done > MIN_ROUNDS
+        if enough and time.perf_counter_ns() - started_ns > (budget_ns or 0):
+            break
         for name, call in variants.items():
             begin = time.perf_counter_ns()
             call()

@@ -23,8 +23,9 @@ class MlpLayer:
     """One layer of a chain.
 
     Attributes:
-        packed: the weight as `packing.pack_linear_int8` makes it, or `pack_linear_fp32`.
-        scale: float32 [N], what a level of an int8 weight stands for; None for an fp32 layer.
+        packed: the weight as `packing.pack_linear_int8` makes it, or `pack_linear_fp16`, or
+            `pack_linear_fp32`.
+        scale: float32 [N], what a level of an int8 weight stands for; None for other weights.
         bias: float32 [N], or None.
         negative_slope: float32 [1] or [N], what negative results are multiplied by; 0 is ReLU.
         num_outputs: N.
@@ -45,10 +46,10 @@ class MlpLayer:
 def mlp_int8(x: Tensor, layers: Sequence[MlpLayer], *, activation_bits: int = 7) -> Tensor:
     """Run linear layers one after the other while their rows are in the cache.
 
-    Without fixed peaks the result has the bits of `ops.linear_int8` and `ops.linear_fp32` called
-    layer by layer. A row's result is the same bit for bit alone, anywhere in a batch, beside any
-    neighbours, with any number of threads and on every instruction set. A row that holds NaN or
-    infinity before an int8 layer gives NaN.
+    Without fixed peaks the result has the bits of `ops.linear_int8`, `ops.linear_fp16` and
+    `ops.linear_fp32` called layer by layer. A row's result is the same bit for bit alone, anywhere
+    in a batch, beside any neighbours, with any number of threads and on every instruction set. A
+    row that holds NaN or infinity before an int8 layer gives NaN.
 
     Shapes: x float32 [..., K]; returns float32 [..., N].
     """
@@ -97,7 +98,9 @@ def mlp_reference(
         factor, fixed = scale[index], peak[index]
         sizes = width, activation_bits, code
         if factor is None:
-            x = reference.linear_fp32(x, packed[index], *vectors, width, code)
+            half = packed[index].dtype == torch.float16
+            layer = reference.linear_fp16 if half else reference.linear_fp32
+            x = layer(x, packed[index], *vectors, width, code)
         elif fixed is None:
             x = reference.linear_int8(x, packed[index], factor, *vectors, *sizes)
         else:

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from rankopt.kernels.mlp import MlpLayer, columns
-from rankopt.kernels.packing import ACTIVATION_CODES, pack_linear_fp32, pack_linear_int8
+from rankopt.kernels.packing import (
+    ACTIVATION_CODES,
+    pack_linear_fp16,
+    pack_linear_fp32,
+    pack_linear_int8,
+)
 from rankopt.kernels.parity import Activation, Layout, LinearCase, Slope, Values, make_linear_inputs
 
 
@@ -30,10 +35,12 @@ class MlpCase:
     """Fixed peaks of the layers, 0 for none; none at all when empty."""
     activation: Activation = "none"
     """Of every layer but the last."""
+    half: bool = False
+    """Whether the layers that are not int8 store fp16."""
 
     def __str__(self) -> str:
         shape = "x".join(str(size) for size in (self.num_rows, *self.widths))
-        kinds = "".join("i" if kind else "f" for kind in self.int8)
+        kinds = "".join("i" if kind else "h" if self.half else "f" for kind in self.int8)
         bias = "bias" if self.has_bias else "nobias"
         parts = (shape, kinds, self.values, self.layout, f"{self.activation_bits}bit", bias)
         fixed = "_".join(f"{peak:g}" for peak in self.fixed) or "dynamic"
@@ -52,6 +59,8 @@ def _grid() -> Iterator[MlpCase]:
     )
     for num_rows, (widths, int8), bits in itertools.product((0, 1, 2, 5, 17, 97), chains, (7, 8)):
         yield MlpCase(num_rows, widths, int8, activation_bits=bits)
+    for num_rows, (widths, int8) in itertools.product((0, 1, 5, 17, 97), chains[1:]):
+        yield MlpCase(num_rows, widths, int8, half=True)
     values: tuple[Values, ...]
     values = ("extreme", "alternating", "zero", "tiny", "huge", "nonfinite", "loud")
     for kind in values:
@@ -107,6 +116,7 @@ def _grid() -> Iterator[MlpCase]:
     yield MlpCase(1500, (40, 64, 33, 1), (True, True, False))
     yield MlpCase(3, (1100, 700, 600, 40, 1), (True, True, True, False))
     yield MlpCase(12, (1100, 700, 90, 600), (True, False, True), activation_bits=8)
+    yield MlpCase(3, (1100, 700, 600, 40, 1), (False, True, False, False), half=True)
     yield MlpCase(3, (0, 17, 5), (True, True))
 
 
@@ -135,7 +145,8 @@ def mlp_arguments(case: MlpCase) -> tuple[Any, ...]:
         if case.int8[index]:
             packed, scale = pack_linear_int8(given.levels), given.scale
         else:
-            packed, scale = pack_linear_fp32(given.weight), None
+            pack = pack_linear_fp16 if case.half else pack_linear_fp32
+            packed, scale = pack(given.weight), None
         fixed = case.fixed[index] if case.fixed else 0.0
         peak = torch.tensor([fixed]) if fixed else None
         layers.append(MlpLayer(packed, scale, given.bias, given.negative_slope, num_outputs, peak))

@@ -69,6 +69,28 @@ def linear_fp32(
     return result
 
 
+def linear_fp16(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None = None,
+    negative_slope: Tensor | None = None,
+    *,
+    num_outputs: int,
+    activation: int = 0,
+) -> Tensor:
+    """Multiply by packed float16 weights, adding up in float32, with the promises of `linear_fp32`.
+
+    The result is that of `linear_fp32` on the same weights rounded to float16, bit for bit.
+
+    Shapes: as `linear_fp32`; packed as `packing.pack_linear_fp16` makes it.
+    """
+    load_kernels()
+    result: Tensor = torch.ops.rankopt.linear_fp16(
+        x, packed, bias, negative_slope, num_outputs, activation
+    )
+    return result
+
+
 def linear_fbgemm(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, handle: Tensor
 ) -> Tensor:
@@ -198,6 +220,10 @@ def aoti_c_shims() -> dict[Any, list[str]]:
         ],
         ops.linear_fp32.default: [
             "AOTITorchError aoti_torch_cpu_linear_fp32(AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, AtenTensorHandle*)"
+        ],
+        ops.linear_fp16.default: [
+            "AOTITorchError aoti_torch_cpu_linear_fp16(AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, AtenTensorHandle*)"
         ],
         ops.linear_fbgemm.default: [

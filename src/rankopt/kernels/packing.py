@@ -10,6 +10,8 @@ A packed weight of `rankopt::linear_fp32`, a flat float32 tensor::
 
     float tiles[ceil(N / 16)][K][16]               more than 4 outputs
     float rows[N][16 * ceil(K / 16)]               at most 4 outputs: the sum runs in 16 lanes
+
+A packed weight of `rankopt::linear_fp16` lies like that one, a flat float16 tensor.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ TILE_INPUTS = 4
 MAX_LEVEL = 127
 NARROW_OUTPUTS = 4
 LANE_INPUTS = 16
+FP16_MAX = 65504.0
 ACTIVATION_CODES = {"none": 0, "sigmoid": 2, "silu": 3}
 """What the operators take for what follows a layer; a slope is a tensor of its own."""
 
@@ -112,6 +115,22 @@ def pack_linear_fp32(weight: Tensor) -> Tensor:
     padded = torch.zeros(num_tiles * TILE_OUTPUTS, num_inputs)
     padded[:num_outputs] = weight.detach()
     return padded.view(num_tiles, TILE_OUTPUTS, num_inputs).transpose(1, 2).reshape(-1)
+
+
+def pack_linear_fp16(weight: Tensor) -> Tensor:
+    """Round float32 weights [N, K] to float16 and lay them out for the kernel.
+
+    Raises:
+        ValueError: the weight is not a float32 matrix, or float16 cannot hold it.
+    """
+    if not fits_fp16(weight):
+        raise ValueError(f"weight must be finite and at most {FP16_MAX:g}; float16 ends there")
+    return pack_linear_fp32(weight).to(torch.float16)
+
+
+def fits_fp16(weight: Tensor) -> bool:
+    """Tell whether every weight is finite and stays so in float16."""
+    return bool(torch.isfinite(weight).all()) and not bool((weight.abs() > FP16_MAX).any())
 
 
 def unpack_linear_fp32(packed: Tensor, num_outputs: int, num_inputs: int) -> Tensor:

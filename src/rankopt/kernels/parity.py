@@ -147,6 +147,9 @@ def _fp32_grid() -> Iterator[LinearCase]:
 
 
 LINEAR_FP32_CASES: tuple[LinearCase, ...] = tuple(_fp32_grid())
+LINEAR_FP16_CASES: tuple[LinearCase, ...] = tuple(
+    case for case in LINEAR_FP32_CASES if case.num_rows != 2 and case.num_inputs not in (40, 256)
+)
 
 
 def make_linear_inputs(case: LinearCase) -> LinearInputs:

@@ -89,6 +89,22 @@ def linear_fp32(
     return result.reshape(*x.shape[:-1], num_outputs)
 
 
+def linear_fp16(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    negative_slope: Tensor | None,
+    num_outputs: int,
+    activation: int = 0,
+) -> Tensor:
+    """Compute `rankopt::linear_fp16` bit for bit: `linear_fp32` on the weights widened, exactly.
+
+    Shapes: as `linear_fp32`; packed float16.
+    """
+    widened = packed.to(torch.float32)
+    return linear_fp32(x, widened, bias, negative_slope, num_outputs, activation)
+
+
 def linear_fbgemm(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, handle: Tensor
 ) -> Tensor:

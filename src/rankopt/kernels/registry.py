@@ -34,9 +34,16 @@ from rankopt.kernels.lookup_cases import (
 )
 from rankopt.kernels.mlp import mlp_reference
 from rankopt.kernels.mlp_cases import MLP_CASES, MlpCase, mlp_arguments
-from rankopt.kernels.packing import ACTIVATION_CODES, pack_linear_fp32, pack_linear_int8
+from rankopt.kernels.packing import (
+    ACTIVATION_CODES,
+    FP16_MAX,
+    pack_linear_fp16,
+    pack_linear_fp32,
+    pack_linear_int8,
+)
 from rankopt.kernels.parity import (
     LINEAR_CASES,
+    LINEAR_FP16_CASES,
     LINEAR_FP32_CASES,
     LINEAR_INT8_CASES,
     RECURRENT_CASES,
@@ -147,6 +154,15 @@ def _linear_fp32_arguments(case: LinearCase) -> Arguments:
     return given.x, packed, given.bias, given.negative_slope, case.num_outputs, code
 
 
+def _linear_fp16_arguments(case: LinearCase) -> Arguments:
+    given = make_linear_inputs(case)
+    # Subnormal weights beside small inputs, the largest that fp16 has beside ordinary ones.
+    factor = {"tiny": 2.0**-18, "alternating": 2.0 * FP16_MAX}.get(case.values, 1.0)
+    packed = pack_linear_fp16(given.weight * factor)
+    code = ACTIVATION_CODES[case.activation]
+    return given.x, packed, given.bias, given.negative_slope, case.num_outputs, code
+
+
 def _linear_fbgemm_arguments(case: LinearCase) -> Arguments:
     given = make_linear_inputs(case)
     handle = torch.zeros(1, dtype=torch.int64)
@@ -197,6 +213,14 @@ KERNELS: dict[str, Kernel] = {
             reference=reference.linear_fp32,
             cases=LINEAR_FP32_CASES,
             arguments=_linear_fp32_arguments,
+            allowance=None,
+            isas=True,
+        ),
+        Kernel(
+            name="linear_fp16",
+            reference=reference.linear_fp16,
+            cases=LINEAR_FP16_CASES,
+            arguments=_linear_fp16_arguments,
             allowance=None,
             isas=True,
         ),

@@ -7,13 +7,15 @@ pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from rankopt.errors import Problem
+from rankopt.review.schema import MeasuredChoice
 
 if TYPE_CHECKING:
     from rankopt.bundle import ModelBundle
@@ -32,6 +34,8 @@ class PassContext:
         workdir: a folder for files that outlive the call.
         notes: one sentence per thing the pass did not do, and why.
         choices: what an earlier run chose (`passes.json`), to be taken as it stands.
+        chosen: what the pass chooses now by timing, by layer; kept in its record.
+        batch_sizes: where that is timed.
         plain: the plain form as the pass has left it, while the pass rewrites the one with
             `request_index`; both read one copy of the tables, so this one follows that one.
     """
@@ -39,7 +43,9 @@ class PassContext:
     environment: Environment
     workdir: Path
     notes: list[str] = field(default_factory=list)
-    choices: dict[str, Any] = field(default_factory=dict)
+    choices: Mapping[str, MeasuredChoice] = field(default_factory=dict)
+    chosen: dict[str, MeasuredChoice] = field(default_factory=dict)
+    batch_sizes: tuple[int, ...] = (1, 512)
     plain: ModelBundle | None = None
 
     def note(self, text: str) -> None:

@@ -58,6 +58,7 @@ def _is_layer(node: Node) -> bool:
     ops = torch.ops.rankopt
     return node.target in (
         ops.linear_int8.default,
+        ops.linear_fp16.default,
         ops.linear_fp32.default,
         ops.mlp_int8.default,
     )
@@ -76,7 +77,7 @@ def _columns(node: Node) -> list[list[Any]]:
     if node.target is ops.mlp_int8.default:
         given = list(values[8]) if len(values) > 8 else []
         return [*map(list, values[1:7]), given or [0] * len(values[6])]
-    if node.target is ops.linear_fp32.default:
+    if node.target in (ops.linear_fp16.default, ops.linear_fp32.default):
         values = (*values[:2], None, *values[2:5], None, *values[5:])
     packed, scale, bias, slope, num_outputs = values[1:6]
     activation = values[7] if len(values) > 7 else 0

@@ -22,6 +22,7 @@ def apply_to_forms(step: Pass, bundle: ModelBundle, context: PassContext) -> Mod
     other = after.requests
     if other is None or other is not bundle.requests:
         return after
+    # Shared weights are stored once, so a layer is chosen for once.
     inner = replace(context, notes=[], plain=after)
     try:
         changed = step.apply(other, inner)

@@ -83,7 +83,7 @@ def run_pipeline(
     current, records = baseline, list[PassRecord]()
     for step in rewrites:
         progress(f"{step.kind}: rewriting")
-        done = _measure(step, current, bench, quality, environment, workdir)
+        done = _measure(step, current, bench, quality, environment, workdir, recipe.batch_sizes)
         records.append(done.record)
         current = done.trial
     slow = slow_byte_savers(records, [step.purpose for step in rewrites])
@@ -107,8 +107,9 @@ def _measure(
     quality: TuningQuality | None,
     environment: Environment,
     workdir: Path,
+    batch_sizes: tuple[int, ...],
 ) -> _Step:
-    context = PassContext(environment, workdir)
+    context = PassContext(environment, workdir, batch_sizes=batch_sizes)
     started_ns = time.perf_counter_ns()
     before = current.bundle
     blank = PassRecord(kind=step.kind, changed=False, kept=False, reason="")
@@ -119,6 +120,7 @@ def _measure(
                 "bytes_before": before.size_bytes,
                 "bytes_after": after.size_bytes,
                 "details": tuple(context.notes),
+                "choices": context.chosen,
                 "changed": after is not before,
             }
         )
@@ -190,9 +192,10 @@ def _replay(
     records = []
     for step, record in zip(rewrites, choices, strict=True):
         if record.kept:
-            context = PassContext(environment, workdir)
+            context = PassContext(environment, workdir, choices=record.choices)
             current = apply_to_forms(step, current, context)
-            record = record.model_copy(update={"details": tuple(context.notes)})
+            seen = {"details": tuple(context.notes), "choices": context.chosen}
+            record = record.model_copy(update=seen)
         records.append(record)
     return bench.compile(current, "chosen"), records
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,12 +11,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from rankopt.bundle import ModelBundle
+from rankopt.capture.export import TRACE_ROWS
+from rankopt.capture.requests import REQUEST_INDEX
 from rankopt.environment import Environment
 from rankopt.errors import Problem
 from rankopt.kernels.build import load_kernels
+from rankopt.kernels.dense_choice import Arithmetic
 from rankopt.kernels.ops import current_isa
 from rankopt.kernels.packing import (
     ACTIVATION_CODES,
+    NARROW_OUTPUTS,
+    fits_fp16,
+    pack_linear_fp16,
     pack_linear_fp32,
     pack_linear_int8,
     quantize_linear_weight,
@@ -25,24 +32,27 @@ from rankopt.passes import dense_torchao
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.calibration import MIN_PEAK, InputRange, calibrate
 from rankopt.passes.dense_chains import fuse_chains
+from rankopt.passes.dense_choice import choose_arithmetic, traced_size
 from rankopt.passes.graph import (
     LayerConstants,
     Linear,
     arguments,
     constant,
+    fake,
     find_linears,
     replace_linear,
 )
 from rankopt.scheme import load_scheme, scheme_problems
 from rankopt.selectors import Rule, resolve
 
-Backend = Literal["native", "fbgemm", "torchao"]
+Backend = Literal["native", "fp16", "fbgemm", "torchao", "auto"]
+_ARITHMETIC: dict[Backend, Arithmetic] = {"native": "int8", "fp16": "fp16", "fbgemm": "fbgemm"}
 MAX_INPUTS = 65536
 """More could overflow the kernel's 32-bit sums."""
 
 
 class QuantizeDense(Pass):
-    """Run linear layers on int8 weights.
+    """Run linear layers on weights of fewer bits.
 
     Activations are quantised row by row, never by one scale for the batch, so a row's score does
     not depend on its neighbours; or, static, by a scale that tuning rows fixed for the layer, which
@@ -53,6 +63,12 @@ class QuantizeDense(Pass):
     weights stored as the kernel reads them; layers that follow one another become one call.
     `fbgemm` goes through torch's fbgemm with weights packed when the artifact is loaded. `torchao`
     applies one of its configurations and unwraps it before export.
+
+    `fp16` is rankopt's own kernel too: weights in fp16, activations and sums in fp32. `auto` times
+    each layer in int8 (`native`), fp16, fp32 and `fbgemm` on this machine, at the recipe's batch
+    sizes, and gives it the arithmetic that is fastest over all of them: one for the layer, whatever
+    the batch. int8 stays unless another saves 5 % (`fbgemm`: 10 %). What was chosen stands in
+    `passes.json` with the ratios, and in the manifest.
 
     Example:
         ```yaml
@@ -78,8 +94,9 @@ class QuantizeDense(Pass):
     quantile: float = Field(default=1.0, gt=0, le=1)
     """Of the rows' largest inputs, what a static scale must reach; 1 is the largest of all."""
     min_inputs: int = Field(default=16, ge=1)
-    min_outputs: int = Field(default=1, ge=1)
-    """Narrower layers stay in fp32."""
+    min_outputs: int = Field(default=NARROW_OUTPUTS + 1, ge=1)
+    """Narrower layers stay in fp32. Up to four outputs have a fp32 kernel of their own: 256 -> 1
+    took 0.42 of int8's time there at batch 512 and 0.84 at batch 1, 40 -> 1 took 0.37 and 0.86."""
     fuse: bool = True
     """Run layers that follow one another as one call; `native` alone can. No score changes."""
     rules: tuple[Rule[bool], ...] = ()
@@ -127,6 +144,7 @@ class QuantizeDense(Pass):
             return self.resolved().apply(bundle, context)
         load_kernels()
         changed: list[str] = []
+        arithmetic: dict[str, Arithmetic] = {}
         bits = self._bits()
 
         def rewrite(module: GraphModule) -> None:
@@ -138,25 +156,33 @@ class QuantizeDense(Pass):
             store = LayerConstants(module)
             peaks: dict[str, float] = {}
             if chosen and self.activations == "static":
-                rows = [bundle.sample[name] for name in bundle.card.tensor_names]
-                ranges = calibrate(module, rows, chosen, self.quantile)
+                sample = [bundle.sample[name] for name in bundle.card.tensor_names]
+                ranges = calibrate(module, sample, chosen, self.quantile)
                 peaks = _fixed_peaks(ranges, self.quantile, context)
                 if not peaks:
                     return
+            if self.backend == "auto":
+                rows = _traced_rows(module, bundle)
+                arithmetic.update(choose_arithmetic(chosen, bits, rows, context))
             for linear in chosen:
-                if self.backend == "native":
+                kind = arithmetic.get(linear.layer) or _ARITHMETIC[self.backend]
+                if kind == "int8":
                     _replace_native(module, linear, bits, store, peaks.get(linear.layer))
-                else:
+                elif kind == "fbgemm":
                     _replace_fbgemm(module, linear, store)
+                else:
+                    _replace_float(module, linear, store, fp16=kind == "fp16")
                 changed.append(linear.layer)
             rest = [linear for linear in linears if linear not in chosen] if changed else []
             # A second copy of an embedding table would cost more than a stable order of sums.
             for linear in (linear for linear in rest if not linear.tied):
-                _replace_fp32(module, linear, store)
+                _replace_float(module, linear, store, fp16=False)
             if self.fuse:
                 fuse_chains(module)
 
         quantised = bundle.edit(rewrite, provided=bundle.provided | self.provides)
+        if arithmetic:
+            quantised = replace(quantised, arithmetic={**bundle.arithmetic, **arithmetic})
         return quantised if changed else bundle
 
     def _bits(self) -> int:
@@ -185,6 +211,8 @@ class QuantizeDense(Pass):
                 context.note(f"{linear.layer}: int8 takes at most {MAX_INPUTS} inputs")
             elif not bool(torch.isfinite(linear.weight).all()):
                 context.note(f"{linear.layer}: its weights are not all finite")
+            elif self.backend == "fp16" and not fits_fp16(linear.weight):
+                context.note(f"{linear.layer}: kept in fp32, a weight exceeds fp16's range")
             else:
                 chosen.append(linear)
         return chosen
@@ -256,28 +284,40 @@ def _replace_fbgemm(module: GraphModule, linear: Linear, store: LayerConstants) 
     replace_linear(linear.node, new)
 
 
-def _replace_fp32(module: GraphModule, linear: Linear, store: LayerConstants) -> None:
-    """Give a layer that stays in fp32 a kernel that sums in one order whatever the batch.
+def _replace_float(
+    module: GraphModule, linear: Linear, store: LayerConstants, *, fp16: bool
+) -> None:
+    """Give a layer whose sums stay in fp32 a kernel that sums in one order whatever the batch.
 
     MKL's order depends on the batch size: 13 -> 512 and 256 -> 1 gave other last bits at batch 1,
     2 and 33 than at 513, and a row's score would depend on its batch.
     """
     graph = module.graph
+    pack = pack_linear_fp16 if fp16 else pack_linear_fp32
+    operator = torch.ops.rankopt.linear_fp16 if fp16 else torch.ops.rankopt.linear_fp32
     with graph.inserting_before(linear.node):
         inputs: tuple[Any, ...] = (
             arguments(linear.node)[0],
-            store.node(linear, "fp32", lambda: pack_linear_fp32(linear.weight)),
+            store.node(linear, "fp16" if fp16 else "fp32", lambda: pack(linear.weight)),
             arguments(linear.node)[2] if linear.bias is not None else None,
             _slope_node(module, linear, store),
             linear.weight.shape[0],
             ACTIVATION_CODES[linear.activation],
         )
-        new = graph.call_function(torch.ops.rankopt.linear_fp32.default, inputs)
+        new = graph.call_function(operator.default, inputs)
     replace_linear(linear.last, new)
 
 
 def _quantised(linear: Linear) -> tuple[Tensor, Tensor]:
     return quantize_linear_weight(linear.weight)
+
+
+def _traced_rows(module: GraphModule, bundle: ModelBundle) -> int:
+    """Return how many rows the graph was traced on."""
+    if bundle.form == "rows":
+        return TRACE_ROWS
+    inputs = module.graph.find_nodes(op="placeholder")
+    return traced_size(fake(inputs[bundle.input_names.index(REQUEST_INDEX)]).shape[0])
 
 
 FBGEMM_HANDLE = "fbgemm_handle"

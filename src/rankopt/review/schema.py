@@ -130,6 +130,14 @@ class Cost(_Frozen):
     num_blocks: int = 0
 
 
+class MeasuredChoice(_Frozen):
+    """What a pass chose for one layer by timing variants on the machine it ran on."""
+
+    chosen: str
+    ratios: dict[int, dict[str, float]] = Field(default_factory=dict)
+    """Batch size -> variant -> its time over that of the chosen one."""
+
+
 class PassRecord(_Frozen):
     """What the pipeline saw of one pass."""
 
@@ -149,6 +157,8 @@ class PassRecord(_Frozen):
     """Largest change of an output against the graph before the pass, same rows."""
     details: tuple[str, ...] = ()
     """What was left alone and why, such as a table that would grow."""
+    choices: dict[str, MeasuredChoice] = Field(default_factory=dict)
+    """Layer -> what was chosen for it by timing, for passes that choose so."""
 
 
 class CalibrationPoint(_Frozen):

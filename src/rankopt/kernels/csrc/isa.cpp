@@ -4,6 +4,10 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace rankopt {
 namespace {
 
@@ -13,10 +17,19 @@ struct Entry {
   bool supported;
 };
 
+#if defined(__x86_64__)
+// Every CPU with AVX2 so far has it. Not every compiler's __builtin_cpu_supports knows its name.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 // Ascending: the last supported one is the best.
 const std::vector<Entry>& entries() {
 #if defined(__x86_64__)
-  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  static const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                              __builtin_cpu_supports("avx512bw") &&
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

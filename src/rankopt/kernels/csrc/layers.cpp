@@ -19,6 +19,7 @@
 
 #include "isa.h"
 #include "launch.h"
+#include "linear_fp16.h"
 
 namespace rankopt {
 namespace {
@@ -26,6 +27,7 @@ namespace {
 struct Kernels {
   const LinearInt8& int8;
   const LinearFp32& fp32;
+  const LinearFp32& fp16;  // the same sums of fp16 weights
   // Multiply-adds of one core in a nanosecond, roughly: only for deciding how many threads to wake.
   double int8_rate, fp32_rate;
 };
@@ -34,14 +36,14 @@ Kernels kernels() {
   switch (current_isa()) {
 #if defined(__x86_64__)
     case Isa::kAvx2:
-      return {linear_int8_avx2(), linear_fp32_avx2(), 100, 40};
+      return {linear_int8_avx2(), linear_fp32_avx2(), linear_fp16_avx2(), 100, 40};
     case Isa::kAvx512:
-      return {linear_int8_avx512(), linear_fp32_avx512(), 200, 80};
+      return {linear_int8_avx512(), linear_fp32_avx512(), linear_fp16_avx512(), 200, 80};
     case Isa::kAvx512Vnni:
-      return {linear_int8_avx512_vnni(), linear_fp32_avx512(), 400, 80};
+      return {linear_int8_avx512_vnni(), linear_fp32_avx512(), linear_fp16_avx512(), 400, 80};
 #endif
     default:
-      return {linear_int8_scalar(), linear_fp32_scalar(), 2, 0.5};
+      return {linear_int8_scalar(), linear_fp32_scalar(), linear_fp16_scalar(), 2, 0.5};
   }
 }
 
@@ -51,6 +53,10 @@ constexpr double kThreadNs = 4000;
 constexpr double kWeightBytesPerNs = 64;
 // What reading a row and adding up its lanes costs in a narrow fp32 layer, in multiply-adds.
 constexpr int64_t kNarrowRowWork = 64;
+// What an int8 layer does for each row and each of its inputs beside multiplying: most of the time of
+// a narrow one. 80-40-1 at batch 512 took two threads three quarters of what one did, and products
+// alone would not have woken the second.
+constexpr double kQuantiseRowNs = 6, kQuantiseInputNs = 0.035;
 // A block of rows between two layers: it stays in the second-level cache beside the weights.
 constexpr int64_t kBlockBytes = 384 << 10;
 constexpr int64_t kMinBlockRows = 40, kMaxBlockRows = 640;
@@ -60,6 +66,7 @@ constexpr int64_t row_stride(int64_t size_bytes) { return divide_up(size_bytes, 
 
 struct Layer {
   bool is_int8;
+  bool is_fp16;    // its weights; sums are fp32
   bool is_fixed;   // its inputs are scaled by a fixed peak, not by each row's own
   RowScale fixed;
   int64_t num_inputs;
@@ -113,13 +120,16 @@ void check_int8(const char* op, const LayerTensors& tensors, int activation_bits
 void check_fp32(const char* op, const LayerTensors& tensors, Layer& layer) {
   const int64_t size = packed_fp32_size(layer.num_outputs, layer.num_inputs);
   const at::Tensor& packed = *tensors.packed;
-  TORCH_CHECK(packed.scalar_type() == at::kFloat && packed.is_contiguous() && packed.numel() == size,
-              op, ": packed must be ", size, " contiguous float32 values for ", layer.num_inputs,
+  layer.is_fp16 = packed.scalar_type() == at::kHalf;
+  TORCH_CHECK((layer.is_fp16 || packed.scalar_type() == at::kFloat) && packed.is_contiguous() &&
+                  packed.numel() == size,
+              op, ": packed must be ", size, " contiguous ",
+              layer.is_fp16 ? "float16" : "float32", " values for ", layer.num_inputs,
               " inputs and ", layer.num_outputs, " outputs; got ", packed.numel(), " of ",
               packed.scalar_type());
   Fp32Block& block = layer.fp32;
   block.num_inputs = layer.num_inputs;
-  block.weights = packed.const_data_ptr<float>();
+  block.weights = packed.const_data_ptr();
   block.num_outputs = layer.num_outputs;
 }
 
@@ -250,7 +260,8 @@ void multiply_fp32(const Call& call, const Layer& layer, Matrix<const float> in,
   block.tile_end = tiles.end;
   block.out = out.data;
   block.out_stride = out.stride;
-  (layer.num_outputs <= kNarrowOutputs ? call.kernels.fp32.narrow : call.kernels.fp32.wide)(block);
+  const LinearFp32& kernel = layer.is_fp16 ? call.kernels.fp16 : call.kernels.fp32;
+  (layer.num_outputs <= kNarrowOutputs ? kernel.narrow : kernel.wide)(block);
 }
 
 // Into `next` where it is given, else into `out`.
@@ -396,12 +407,14 @@ double estimated_ns(const Call& call) {
     const int64_t outputs = layer.num_tiles * kTileOutputs;
     double weights = static_cast<double>(outputs * layer.num_inputs), work = weights;
     if (!layer.is_int8) {
-      weights *= sizeof(float);
+      weights *= layer.is_fp16 ? 2.0 : 4.0;
       if (layer.num_outputs <= kNarrowOutputs)
         work = static_cast<double>(layer.num_outputs * (layer.num_inputs + kNarrowRowWork));
     }
-    const double rate = layer.is_int8 ? call.kernels.int8_rate : call.kernels.fp32_rate;
-    total += std::max(weights / kWeightBytesPerNs, static_cast<double>(call.num_rows) * work / rate);
+    double row_ns = work / (layer.is_int8 ? call.kernels.int8_rate : call.kernels.fp32_rate);
+    if (layer.is_int8)
+      row_ns += kQuantiseRowNs + kQuantiseInputNs * static_cast<double>(layer.num_inputs);
+    total += std::max(weights / kWeightBytesPerNs, static_cast<double>(call.num_rows) * row_ns);
   }
   return total;
 }

@@ -1,4 +1,5 @@
-// Chains of linear layers, int8 and fp32 mixed: what linear_int8, linear_fp32 and mlp_int8 run on.
+// Chains of linear layers, int8, fp16 and fp32 mixed: what linear_int8, linear_fp16, linear_fp32 and
+// mlp_int8 run on.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +15,7 @@ namespace rankopt {
 // The tensors of one layer as an operator gets them; null where an optional one is missing.
 struct LayerTensors {
   const at::Tensor* packed;
-  const at::Tensor* scale;  // null: fp32
+  const at::Tensor* scale;  // null: fp32 sums, of weights in fp32 or fp16
   const at::Tensor* bias;
   const at::Tensor* slope;
   const at::Tensor* peak;  // one number that an int8 layer's inputs are scaled by; null: each row's own

@@ -29,7 +29,7 @@ struct Fp32Block {
   int64_t x_stride;
   int64_t num_rows;
   int64_t num_inputs;
-  const float* weights;
+  const void* weights;  // float; fp16 for the kernels of linear_fp16.h
   int64_t tile_begin;
   int64_t tile_end;
   int64_t num_outputs;

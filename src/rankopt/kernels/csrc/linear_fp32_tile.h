@@ -1,8 +1,9 @@
 // The register-blocked products, written once and instantiated by each instruction-set file with
 // its vector policy. Included like linear_int8_tile.h.
 //
-// A policy P gives: vector types Float and Sixteen (sums of sixteen lanes); kLanes;
-// max_tiles(num_rows); max_rows(tiles); kNarrowRows; and the operations used below.
+// A policy P gives: the type Weight that weights are stored in, which its loads widen; vector types
+// Float and Sixteen (sums of sixteen lanes); kLanes; max_tiles(num_rows); max_rows(tiles);
+// kNarrowRows; and the operations used below.
 
 [[gnu::noinline]] void activate_rows(const Fp32Block& block, int64_t row, int64_t num_rows,
                                      int64_t tile, int64_t num_tiles) {
@@ -17,7 +18,7 @@ inline void multiply_block(const Fp32Block& block, int64_t row, int64_t tile) {
   constexpr int kPerTile = static_cast<int>(kTileOutputs) / P::kLanes;
   const int64_t tile_size = block.num_inputs * kTileOutputs;
   const float* left = block.x + row * block.x_stride;
-  const float* right = block.weights + tile * tile_size;
+  const auto* right = static_cast<const typename P::Weight*>(block.weights) + tile * tile_size;
   typename P::Float sums[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
@@ -95,7 +96,8 @@ void wide(const Fp32Block& block) {
 
 // Sums of kRows rows in sixteen lanes, folded to eight: lane l holds sum[l] + sum[l + 8].
 template <class P, int kRows>
-inline void sum_lanes(const Fp32Block& block, int64_t row, const float* weights, __m256* folded) {
+inline void sum_lanes(const Fp32Block& block, int64_t row, const typename P::Weight* weights,
+                      __m256* folded) {
   const float* x = block.x + row * block.x_stride;
   typename P::Sixteen sums[kRows];
 #pragma GCC unroll 16
@@ -142,13 +144,14 @@ inline __m256 totals_of(const __m256* rows) {
 template <class P>
 void narrow(const Fp32Block& block) {
   const int64_t padded = divide_up(block.num_inputs, kLaneInputs) * kLaneInputs;
+  const auto* weights = static_cast<const typename P::Weight*>(block.weights);
   int64_t row = 0;
   for (; row + 8 <= block.num_rows; row += 8)
     for (int64_t n = 0; n < block.num_outputs; ++n) {
       __m256 folded[8];
 #pragma GCC unroll 8
       for (int r = 0; r < 8; r += P::kNarrowRows)
-        sum_lanes<P, P::kNarrowRows>(block, row + r, block.weights + n * padded, folded + r);
+        sum_lanes<P, P::kNarrowRows>(block, row + r, weights + n * padded, folded + r);
       float totals[8];
       _mm256_storeu_ps(totals, totals_of(folded));
       for (int r = 0; r < 8; ++r) totals[r] = finish(block, totals[r], n);
@@ -158,7 +161,7 @@ void narrow(const Fp32Block& block) {
   for (; row < block.num_rows; ++row)
     for (int64_t n = 0; n < block.num_outputs; ++n) {
       __m256 folded;
-      sum_lanes<P, 1>(block, row, block.weights + n * padded, &folded);
+      sum_lanes<P, 1>(block, row, weights + n * padded, &folded);
       float* out = block.out + row * block.out_stride + n;
       *out = finish(block, total_of(folded), n);
       activate(out, 1, block.activation);

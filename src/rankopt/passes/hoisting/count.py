@@ -115,6 +115,7 @@ _COUNTERS: dict[str, Counter] = {
             str(aten.mm.default),
             str(aten.bmm.default),
             "rankopt.linear_int8.default",
+            "rankopt.linear_fp16.default",
             "rankopt.linear_fp32.default",
             "rankopt.linear_fbgemm.default",
             "rankopt.request_matmul.default",
