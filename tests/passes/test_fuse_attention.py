@@ -408,6 +408,91 @@ def test_what_only_looks_like_dice_stays() -> None:
     assert any("not an MLP of candidate and id" in note for note in made.notes), made.notes
 
 
+class JoinedHstu(nn.Module):
+    """In torch-rechub's style: the candidate's id behind the others', a place of its own for each.
+
+    Keys are hidden by their ids, so an id of 0 inside a list is hidden too, and so may the
+    candidate be.
+    """
+
+    def __init__(self, layout: str, fill: float, empty: int, causal: bool) -> None:
+        super().__init__()
+        self.layout, self.fill, self.empty, self.causal = layout, fill, empty, causal
+        self.item, self.place = nn.Embedding(40, 16, padding_idx=0), nn.Embedding(8, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+        self.inner = nn.ModuleList(nn.Linear(16, 64) for _ in range(2))
+        self.outer = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.distance = nn.Parameter(torch.randn(2, 15))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, item: Tensor, history: Tensor, lengths: Tensor | None = None) -> Tensor:
+        if lengths is not None:
+            history, _ = pad_ragged(history, lengths, 7, align=self.layout)
+        tokens = torch.cat([history, item.unsqueeze(1)], dim=1)
+        shown = tokens.ne(self.empty)
+        x = self.item(tokens) + self.place(torch.arange(8))
+        x = x * shown.unsqueeze(-1).to(x.dtype)
+        at = torch.arange(8)
+        bias = self.distance[:, at[None, :] - at[:, None] + 7]
+        visible = shown.unsqueeze(1).unsqueeze(1)
+        if self.causal:
+            visible = torch.ones(8, 8, dtype=torch.bool).tril()[None, None] & visible
+        for index in range(2):
+            h = nn.functional.silu(self.inner[index](self.norms[2 * index](x)))
+            parts = [h[..., i * 16 : i * 16 + 16].reshape(-1, 8, 2, 8) for i in range(4)]
+            q, k, v = (part.transpose(1, 2) for part in parts[:3])
+            scores = torch.matmul(q, k.transpose(-2, -1)) * 0.4 + bias
+            weight = nn.functional.silu(scores.masked_fill(~visible, self.fill)) / 8
+            seen = torch.matmul(weight, v).transpose(1, 2).reshape(-1, 8, 16)
+            gated = self.norms[2 * index + 1](seen) * parts[3].reshape(-1, 8, 16)
+            x = x + self.outer[index](gated)
+        return self.head(x * shown.unsqueeze(-1).to(x.dtype))[:, -1].squeeze(1)
+
+
+def joined_hstu(
+    layout: str, fill: float = -1e4, empty: int = 0, *, causal: bool = True
+) -> tuple[ModelCard, nn.Module]:
+    class FromLists(JoinedHstu):
+        def forward(  # type: ignore[override]
+            self, item: Tensor, history_values: Tensor, history_lengths: Tensor
+        ) -> Tensor:
+            return super().forward(item, history_values, history_lengths)
+
+    padded: dict[str, Any] = {"max_length": 7, "layout": "padded", "pad_side": layout}
+    side = layout in ("start", "end")
+    history = ragged("history", 40, **(padded if side else {}))
+    kind = JoinedHstu if side else FromLists
+    model = seeded(lambda: kind(layout, fill, empty, causal))
+    return card("joined", ids("item", 40), history), model
+
+
+@pytest.mark.parametrize("layout", ["start", "end", "left", "right"])
+def test_hstu_over_ids_joined_with_the_candidate(layout: str) -> None:
+    model_card, model = joined_hstu(layout)
+    made = fused(model_card, model)
+    counts = operators(made.bundle)
+    assert counts["rankopt.hstu_attention"] == 1
+    assert counts["rankopt.hstu_candidate_attention"] == 2
+    assert not {"aten.matmul", "aten.index.Tensor", "aten.where.ScalarOther"} & counts.keys()
+    assert_same_scores(model_card, model, made.bundle)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"fill": -1.0}, "fills hidden pairs with -1, a weight too"),
+        ({"empty": 5}, "does not hide just the keys where no id stands"),
+        ({"causal": False}, "earlier tokens see the candidate's"),
+    ],
+)
+def test_hstu_with_another_mask_stays(more: dict[str, Any], reason: str) -> None:
+    model_card, model = joined_hstu("start", **more)
+    bundle = make_bundle(model_card, model)
+    made = apply_passes(bundle, FuseAttention())
+    assert made.bundle is bundle
+    assert any(reason in note for note in made.notes), made.notes
+
+
 class Looking(HSTU):
     """Tokens that see the future, so the candidate's token is seen by all."""
 

@@ -246,7 +246,7 @@ def masked_arguments(case: AttentionCase) -> Arguments:
     if case.num_lists > 2:  # places anywhere, not only at one end
         mask[2] &= torch.arange(case.max_length) % 3 != 1
     keys = draw.rows(case.num_lists * case.max_length, 2)[1]
-    keys = keys.unflatten(0, (case.num_lists, case.max_length))
+    keys = keys.reshape(case.num_lists, case.max_length, draw.width)
     query = draw.rows(case.num_lists, 1)[0]
     network = _network(draw)
     given = (query, keys, mask, network.pack(), network.widths, network.activations)

@@ -99,7 +99,7 @@ def _region(end: Node) -> _Region | None:
 
 def _sample(linear: Node) -> Tensor:
     """Draw outputs of the layer, from tiny ones to those that close the gate."""
-    shape = tuple(fake(linear).shape)
+    shape: tuple[Any, ...] = tuple(fake(linear).shape)
     sizes = [size if isinstance(size, int) else 0 for size in shape]
     known = max(1, sizes[1]) if len(sizes) == 3 else 1
     sizes[0] = sizes[0] or -(-_NUM_ROWS // known)
@@ -168,7 +168,9 @@ def _is_number(value: object) -> bool:
 
 def _slopes(module: GraphModule, ordered: list[Node], others: set[object]) -> Iterator[Tensor]:
     """List the constants beside the moments, flat."""
-    read = {each: None for node in ordered for each in node.all_input_nodes if each.op == "get_attr"}
+    read = {
+        each: None for node in ordered for each in node.all_input_nodes if each.op == "get_attr"
+    }
     for node in read:
         held = _doubled(module, node) if node not in others else None
         if held is not None:

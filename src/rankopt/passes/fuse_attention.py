@@ -25,6 +25,10 @@ class FuseAttention(Pass):
     attention over the candidate, an id, their difference and their product takes its whole MLP
     along, in fp32. Exact up to the order of sums.
 
+    Where tokens and padding cannot be taken apart (lists inside a packed matrix, lists that are
+    joined, masks that look at the ids, softmax), the rectangle stays and target attention becomes
+    an operator that reads the graph's own mask: the MLP runs where it is true.
+
     Before passes that replace lookups or layers: this one reads them as they are.
 
     Example:

@@ -64,7 +64,7 @@ class Flags:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Which pairs of tokens a mask [B, 1, S, S] shows, or hides: by the key's flag, and by order."""
+    """Which pairs of tokens a mask [B, 1, S, S] shows, or hides, by the key's flag and by order."""
 
     keys: Flags
     causal: bool = False
@@ -398,7 +398,11 @@ class Packer:
     def _places_of_tokens(self) -> Node:
         """Emit where each id stands in its row; those that do not count stand anywhere."""
         if self._places is None:
-            call, ragged, slots = self._emitter.call, self._rectangle.ragged, self._rectangle.num_slots
+            call, ragged, slots = (
+                self._emitter.call,
+                self._rectangle.ragged,
+                self._rectangle.num_slots,
+            )
             ones = call(aten.ones_like.default, ragged.values, dtype=torch.int64)
             nth = call(aten.cumsum.default, ones, 0)
             ends = call(aten.cumsum.default, ragged.lengths, 0)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from rankopt.kernels.attention import ScoreLayer, TargetNetwork
+from rankopt.kernels.attention import TargetNetwork
 from rankopt.passes.emit import Emitter
 from rankopt.passes.graph import arguments, aten, constant, fake
 from rankopt.passes.target import Target, read_target
@@ -83,7 +83,7 @@ def fuse_places(module: GraphModule, emitter: Emitter) -> tuple[list[str], list[
             continue
         weights = _weights(module, found)
         target = read_target(module, weights.node, found.keys, _rows_of)
-        if target is None:
+        if target is None or not _is_candidate(target.query, found.keys):
             refused.append(f"{node.name}: {_why(weights)}")
             continue
         with emitter.before(node):
@@ -93,6 +93,12 @@ def fuse_places(module: GraphModule, emitter: Emitter) -> tuple[list[str], list[
         what = "masked places" if weights.mask is not None else "its places"
         done.append(f"{node.name}: {how} {what}, its scores in the same call")
     return done, refused
+
+
+def _is_candidate(query: Node, keys: Node) -> bool:
+    """Tell whether there is one vector a row, as wide as a key."""
+    ours, theirs = _shape(query), _shape(keys)
+    return [ours[0], ours[-1]] == [theirs[0], theirs[-1]]
 
 
 def _why(weights: Weights) -> str:
@@ -114,20 +120,21 @@ def _emit(
         *(query, found.keys, _mask(module, emitter, found, weights), target.emit_weights(emitter)),
         *(network.widths, network.activations, weights.softmax, weights.fill),
     )
-    return summed if fake(found.node).dim() == 2 else emitter.call(aten.unsqueeze.default, summed, 1)
+    return (
+        summed if fake(found.node).dim() == 2 else emitter.call(aten.unsqueeze.default, summed, 1)
+    )
 
 
 def _scaled(network: TargetNetwork, factor: float) -> TargetNetwork:
     """Multiply the scores by a number."""
     *before, last = network.layers
     bias = None if last.bias is None else last.bias.double() * factor
-    scaled: ScoreLayer = replace(last, weight=last.weight.double() * factor, bias=bias)
+    weight = (last.weight.double() * factor).float()
+    scaled = replace(last, weight=weight, bias=None if bias is None else bias.float())
     return network if factor == 1.0 else replace(network, layers=(*before, scaled))
 
 
-def _mask(
-    module: GraphModule, emitter: Emitter, found: WeightedSum, weights: Weights
-) -> Node:
+def _mask(module: GraphModule, emitter: Emitter, found: WeightedSum, weights: Weights) -> Node:
     """Emit the mask [B, H]; without one, leave out places whose key is a row of zeros."""
     places = int(fake(found.keys).shape[1])
     if weights.mask is not None:
@@ -195,16 +202,14 @@ def _weights(module: GraphModule, found: WeightedSum) -> Weights:
 def _step(module: GraphModule, at: Weights, places: list[str]) -> Weights | None:
     """Go back by one operator; None where that is not one of these."""
     node = at.node
-    if node.target in _VIEWS or (
-        node.target is aten.transpose.int and _is_line(node, places)
-    ):
+    if node.target in _VIEWS or (node.target is aten.transpose.int and _is_line(node, places)):
         source = arguments(node)[0]
         return replace(at, node=source) if _is_line(source, places) else None
     if node.target is aten.softmax.int and not at.softmax and at.mask is None:
         source, dim = arguments(node)[:2]
         along = int(dim) % fake(node).dim()
         whole = _is_line(node, places) and _shape(node)[along] == places[1]
-        if not whole or at.factor != 1.0 or along == 0 or len(node.args) > 2 and node.args[2]:
+        if not whole or at.factor != 1.0 or along == 0 or (len(node.args) > 2 and node.args[2]):
             return None
         return replace(at, node=source, softmax=True)
     scaled = _scale(module, node)
@@ -314,18 +319,17 @@ def _as_float32(value: float) -> float:
 
 def _rows_of(node: object) -> Node | None:
     """Return what [B, H, D] repeats for every place, a [B, D] or [B, 1, D]; None without."""
-    if not isinstance(node, Node) or not isinstance(node.meta.get("val"), Tensor):
+    at = node
+    if not isinstance(at, Node) or not isinstance(at.meta.get("val"), Tensor):
         return None
-    while node.target in _EXPANDS or node.target is aten.repeat_interleave.self_int:
-        if node.target is aten.repeat_interleave.self_int and fake(arguments(node)[0]).dim() != 3:
-            return None
-        node = arguments(node)[0]
-    shape = fake(node).shape
-    if len(shape) != 3 or shape[1] != 1 or fake(node).dtype != torch.float32:
+    while at.target in _EXPANDS or at.target is aten.repeat_interleave.self_int:
+        at = arguments(at)[0]
+    shape: tuple[Any, ...] = tuple(fake(at).shape)
+    if len(shape) != 3 or shape[1] != 1 or fake(at).dtype != torch.float32:
         return None
-    if node.target is aten.unsqueeze.default and arguments(node)[1] in (1, -2):
-        return arguments(node)[0]  # type: ignore[no-any-return]
-    return node
+    if at.target is aten.unsqueeze.default and arguments(at)[1] in (1, -2):
+        at = arguments(at)[0]
+    return at
 
 
 def _lookups(module: GraphModule, keys: Node) -> list[tuple[Node, int]]:

@@ -66,13 +66,14 @@ class Rectangle:
         slots = torch.arange(self.num_slots)
         return slots >= self.num_slots - kept if self.align_right else slots < kept
 
-
     @property
     def fill(self) -> int | None:
         """Return the id at places without one; None where there are several."""
         ids = self.probe.run(self.node)
-        found = [] if ids is None else ids[~self.present].unique().tolist()
-        return int(found[0]) if len(found) == 1 else None
+        if ids is None:
+            return None
+        found = set(ids[~self.present].tolist())
+        return int(found.pop()) if len(found) == 1 else None
 
 
 class Probe:

@@ -18,7 +18,6 @@ from rankopt.passes.dice import read_dice
 from rankopt.passes.emit import Emitter
 from rankopt.passes.graph import arguments, aten, constant, fake
 
-
 RowsOf = Callable[[object], Node | None]
 """Returns what a node repeats for every key of a candidate; None for anything else."""
 
@@ -59,7 +58,7 @@ def fuse_target(
     lengths: Node,
     max_length: int,
 ) -> Node | None:
-    """Emit `rankopt::target_attention` for scores [L] of keys [L, D]; None where they are others."""
+    """Emit `rankopt::target_attention` for scores [L] of keys [L, D]; None for other scores."""
     target = read_target(module, scores, keys, _repeated)
     if target is None:
         return None
@@ -200,9 +199,7 @@ def _first_layer(
     return query, (of_query, of_key, of_product)
 
 
-def _kind(
-    piece: Node, query: Node, keys: Node, rows_of: RowsOf
-) -> tuple[int, int, int] | None:
+def _kind(piece: Node, query: Node, keys: Node, rows_of: RowsOf) -> tuple[int, int, int] | None:
     """Say how often candidate, key and product are in a piece of the pair."""
     if rows_of(piece) is query:
         return (1, 0, 0)

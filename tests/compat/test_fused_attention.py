@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from compat.suite import entries
-from passes.zoo import apply_passes, exact, largest_error
+from passes.zoo import apply_passes
 from rankopt.artifact.contract import contract_of, random_features
 from rankopt.bundle import ModelBundle, build_bundle
 from rankopt.models.build import build_module
 from rankopt.models.card import ModelCard, load_card
+from rankopt.models.serving import EagerModel
 from rankopt.passes.drop_dead_positions import DropDeadPositions
 from rankopt.passes.fuse_attention import FuseAttention
 
@@ -50,28 +51,33 @@ def operators(bundle: ModelBundle) -> set[str]:
     return {str(node.target).removesuffix(".default") for node in bundle.program.graph.nodes}
 
 
-@pytest.mark.parametrize("name", ["deepctr-torch-DIN", "torch-rechub-DIN"])
-def test_target_attention_is_one_operator(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "operator", "gone"),
+    [
+        ("deepctr-torch-DIN", "masked_target_attention", {"aten.matmul", "aten.batch_norm"}),
+        ("deepctr-torch-DIEN", "masked_target_attention", {"aten.matmul", "aten.softmax.int"}),
+        ("torch-rechub-DIN", "masked_target_attention", {"aten.expand"}),
+        ("torch-rechub-HSTUModel", "hstu_attention", {"aten.matmul", "aten.masked_fill.Scalar"}),
+    ],
+)
+def test_attention_is_an_operator(name: str, operator: str, gone: set[str]) -> None:
     card, module, bundle = captured(name)
     made = apply_passes(bundle, FuseAttention(), DropDeadPositions())
-    assert "rankopt.masked_target_attention" in operators(made.bundle)
-    assert not {"aten.matmul", "aten.batch_norm"} & operators(made.bundle)
+    assert f"rankopt.{operator}" in operators(made.bundle)
+    assert not gone & operators(made.bundle)
+    eager = EagerModel(card, module)
     for batch, fill in SIZES:
         generator = torch.Generator().manual_seed(batch)
         features = random_features(contract_of(card), batch, generator, fill=fill)
-        truth = exact(card, module, features)
-        assert largest_error(made.bundle.run(features), truth) < 1e-5, (batch, fill)
-        assert batch < 7 or float(truth["like"].std()) > 0.01
+        expected, found = eager(features)["like"], made.bundle.run(features)["like"]
+        torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)
+        assert batch < 513 or float(expected.std()) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("torch-rechub-BST", "history: stays padded, select (select) is not known"),
-    ],
-)
-def test_other_attention_stays_and_says_why(name: str, reason: str) -> None:
+@pytest.mark.parametrize("name", ["torch-rechub-BST", "torch-rechub-DIEN"])
+def test_other_attention_stays_and_says_why(name: str) -> None:
     _, _, bundle = captured(name)
     made = apply_passes(bundle, FuseAttention())
     assert made.bundle is bundle
-    assert any(reason in note for note in made.notes), made.notes
+    reason = "history: stays padded, unsqueeze_5 (unsqueeze) is not known to treat places alike"
+    assert reason in made.notes
