@@ -53,6 +53,7 @@ TABLE, IDS = made(100, 8), made(4, dtype=torch.int64)
         ("rankopt::lookup_sequences", notes([IDS], [ROW]), "lookup"),
         ("rankopt::dot_interaction", notes([SQUARE], [ROW]), "interaction"),
         ("rankopt::target_attention", notes([SEQUENCE], [ROW]), "attention"),
+        ("rankopt::masked_target_attention", notes([SEQUENCE], [ROW]), "attention"),
         ("aten::embedding_bag", notes([TABLE, IDS], [ROW]), "lookup"),
         ("rankopt::lookup_rows", notes([IDS], [ROW]), "lookup"),
         ("aten::quantize_per_tensor", notes([ROW], [ROW]), "quantise"),

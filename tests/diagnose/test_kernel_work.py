@@ -144,6 +144,17 @@ def test_a_target_attention_works_on_the_pairs_there_are(index: Tensor | None) -
     assert work("target_attention", [query, keys, LENGTHS, *more, weights], unknown, query) == {}
 
 
+def test_a_masked_target_attention_works_on_the_places_that_count() -> None:
+    query, keys, weights = form(2, WIDTH), form(2, 5, WIDTH), torch.zeros(99)
+    mask = torch.tensor([[True, False, True, True, False], [False] * 5])
+    values = [6, 4, 1, 3, 1, 1, 2, 0]
+    found = work("masked_target_attention", [query, keys, mask, weights], values, query)
+    a_pair = WIDTH * 6 + 6 * 4 + 4 * 1 + WIDTH
+    assert found == {"fp32": 2 * (3 * a_pair + 2 * (WIDTH * 6 + WIDTH * 6))}
+    given = [query, keys, form(2, 5), weights]
+    assert work("masked_target_attention", given, values, query) == {}
+
+
 def test_sums_of_lists_and_products_by_request() -> None:
     found = work("ragged_sum", [form(12), form(12, WIDTH), LENGTHS], [MAX_LENGTH], form(3, WIDTH))
     assert found == {"fp32": 2 * (0 + 3 + 5) * WIDTH}

@@ -14,6 +14,7 @@ from rankopt.kernels.attention_cases import (
     AttentionCase,
     candidate_arguments,
     hstu_arguments,
+    masked_arguments,
     target_arguments,
 )
 from rankopt.kernels.registry import KERNELS
@@ -22,14 +23,16 @@ CASES = [
     pytest.param("hstu_attention", hstu_arguments, id="hstu"),
     pytest.param("hstu_candidate_attention", candidate_arguments, id="candidate"),
     pytest.param("target_attention", target_arguments, id="target"),
+    pytest.param("masked_target_attention", masked_arguments, id="masked"),
 ]
 each_operator = pytest.mark.parametrize(("name", "draw"), CASES)
 Draw = Callable[[AttentionCase], tuple[Any, ...]]
 
 
 def case_of(name: str, **more: Any) -> AttentionCase:
-    context = 0 if name == "target_attention" else 3
-    return AttentionCase(9, 40, 2, 24, num_context=context, hidden=(80, 40), **more)
+    context = 0 if "target_attention" in name else 3
+    more = {"activation": "dice", "hidden": (80, 40), **more}
+    return AttentionCase(9, 40, 2, 24, num_context=context, **more)
 
 
 @each_operator
@@ -44,7 +47,45 @@ def test_bits_do_not_depend_on_instruction_set_or_threads(name: str, draw: Draw)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@each_operator
+@pytest.mark.parametrize("softmax", [False, True])
+def test_a_masked_row_scores_the_same_bits_alone(softmax: bool) -> None:
+    case = AttentionCase(9, 40, 2, 24, hidden=(80, 40), activation="row_dice", softmax=softmax)
+    query, keys, mask, *rest = masked_arguments(case)
+    together = KERNELS["masked_target_attention"](query, keys, mask, *rest)
+    for row in range(case.num_lists):
+        one = slice(row, row + 1)
+        alone = KERNELS["masked_target_attention"](query[one], keys[one], mask[one], *rest)
+        assert torch.equal(alone, together[one])
+
+
+def test_what_a_mask_hides_is_not_read() -> None:
+    case = AttentionCase(5, 12, 1, 8, softmax=True, fill=-1e9)
+    query, keys, mask, *rest = masked_arguments(case)
+    some = mask.any(1)
+    before = KERNELS["masked_target_attention"](query[some], keys[some], mask[some], *rest)
+    keys = keys.masked_fill(~mask[..., None], torch.nan)
+    after = KERNELS["masked_target_attention"](query[some], keys[some], mask[some], *rest)
+    assert torch.equal(before, after)
+
+
+def test_a_row_without_a_true_place_gets_what_softmax_gives_it() -> None:
+    for fill in (-(2.0**32) + 1, -torch.inf):
+        case = AttentionCase(3, 7, 1, 8, lengths="empty", softmax=True, fill=fill)
+        query, keys, mask, *rest = masked_arguments(case)
+        found = KERNELS["masked_target_attention"](query, keys, mask, *rest)
+        if fill == -torch.inf:
+            assert bool(found.isnan().all())
+        else:
+            torch.testing.assert_close(found, keys.mean(1))
+
+
+def test_a_fill_without_softmax_is_refused() -> None:
+    arguments = masked_arguments(AttentionCase(3, 7, 1, 8, fill=-1.0))
+    with pytest.raises(RuntimeError, match="fill must be 0 without softmax; got -1"):
+        KERNELS["masked_target_attention"](*arguments)
+
+
+@pytest.mark.parametrize(("name", "draw"), CASES[:3])
 def test_a_list_scores_the_same_bits_alone(name: str, draw: Draw) -> None:
     case = case_of(name)
     arguments = list(draw(case))
@@ -135,7 +176,11 @@ def test_a_candidate_of_no_request_is_refused() -> None:
 
 
 def test_shapes_are_known_without_running() -> None:
-    for name, draw in (("hstu_attention", hstu_arguments), ("target_attention", target_arguments)):
+    for name, draw in (
+        ("hstu_attention", hstu_arguments),
+        ("target_attention", target_arguments),
+        ("masked_target_attention", masked_arguments),
+    ):
         arguments = draw(case_of(name))
         on_meta = [v.to("meta") if isinstance(v, Tensor) else v for v in arguments]
         expected = KERNELS[name](*arguments)

@@ -104,21 +104,32 @@ def _hstu_candidates(site: Site, notes: Notes) -> Operations | None:
 
 
 def _target(site: Site, notes: Notes) -> Operations | None:
+    # widths, how many, activations, how many, longest list
+    if len(notes.arguments) < 4 or not notes.values or notes.arguments[2].is_meta:
+        return None
+    query, _, lengths = notes.arguments[:3]
+    counts = lengths.clamp(max=notes.values[-1])
+    num_pairs = int(_of_candidates(counts, notes.arguments[3:-1], query).sum())
+    return _of_pairs(query, num_pairs, notes.values)
+
+
+def _masked_target(site: Site, notes: Notes) -> Operations | None:
+    # widths, how many, activations, how many, whether softmax
+    if len(notes.arguments) < 4 or notes.arguments[2].is_meta:
+        return None
+    return _of_pairs(notes.arguments[0], int(notes.arguments[2].sum()), notes.values)
+
+
+def _of_pairs(query: Tensor, num_pairs: int, values: list[int]) -> Operations | None:
     """Count, a candidate: its share, and its matrix for the keys; a pair: the layers and the sum.
 
     The first layer multiplies a key by one matrix, made of two for each candidate.
     """
-    count = len(notes.values) // 2 - 1  # widths, how many, activations, how many, longest list
-    if count < 2 or len(notes.values) != 2 * count + 2 or len(notes.arguments) < 4:
+    count = len(values) // 2 - 1
+    if count < 2 or len(values) != 2 * count + 2:
         return None
-    query, _, lengths = notes.arguments[:3]
-    if lengths.is_meta:
-        return None
-    widths = notes.values[:count]
+    widths = values[:count]
     num_rows, dim = query.shape
-    num_pairs = int(
-        _of_candidates(lengths.clamp(max=notes.values[-1]), notes.arguments[3:-1], query).sum()
-    )
     a_pair = 2 * (sum(a * b for a, b in pairwise([dim, *widths])) + dim)
     return {"fp32": num_pairs * a_pair + num_rows * 4 * dim * widths[0]}
 
@@ -143,6 +154,7 @@ KERNELS: dict[str, Callable[[Site, Notes], Operations | None]] = {
     "hstu_attention": _hstu,
     "hstu_candidate_attention": _hstu_candidates,
     "target_attention": _target,
+    "masked_target_attention": _masked_target,
     "ragged_sum": _ragged_sum,
 }
 """Operator -> its operations, by kind of arithmetic. Another kernel is one line here."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from rankopt.kernels.build import load_kernels
 from rankopt.kernels.packing import TILE_OUTPUTS, pack_linear_fp32
 
-ACTIVATIONS = ("none", "slope", "sigmoid", "silu")
+ACTIVATIONS = ("none", "slope", "sigmoid", "silu", "dice", "row_dice")
 """What may follow a hidden layer of `target_attention`, in the kernel's numbering."""
 
 
@@ -115,13 +115,28 @@ class ScoreLayer:
     Attributes:
         weight: float32 [N, K]; bias: float32 [N], or None.
         activation: one of `ACTIVATIONS`.
-        slope: float32 [1] or [N], what negative results are multiplied by, for `slope`.
+        slope: float32 [1] or [N], what negative results are multiplied by, for `slope`; what dice
+            multiplies by where p is 0.
+        scale, shift: float32 [1] or [N], for dice, x * (slope + (1 - slope) * p): p is the sigmoid
+            of x * scale + shift for `dice`, that of (x - mean) / sqrt(sum of (x - mean)^2 + shift)
+            over the layer's outputs for `row_dice`.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     activation: str = "none"
     slope: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+    def vectors(self, width: int) -> list[Tensor]:
+        """Return what stands behind the matrix: bias and slopes, for dice scales and shifts."""
+        ones = torch.ones(1)
+        bias = torch.zeros(width) if self.bias is None else self.bias
+        found = [bias, ones if self.slope is None else self.slope]
+        if "dice" in self.activation:
+            found += [ones if each is None else each for each in (self.scale, self.shift)]
+        return [each.reshape(-1).expand(width) for each in found]
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +169,7 @@ class TargetNetwork:
         for index, (layer, width) in enumerate(zip(self.layers, self.widths, strict=True)):
             if index:
                 pieces.append(pack_linear_fp32(layer.weight))
-            bias = torch.zeros(width) if layer.bias is None else layer.bias
-            slope = torch.ones(1) if layer.slope is None else layer.slope
-            pieces += [bias.reshape(-1), slope.reshape(-1).expand(width)]
+            pieces += layer.vectors(width)
         return torch.cat([piece.to(torch.float32) for piece in pieces])
 
 
@@ -195,6 +208,33 @@ def target_attention(
     return result
 
 
+def masked_target_attention(
+    query: Tensor,
+    keys: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    *,
+    widths: Sequence[int],
+    activations: Sequence[int],
+    softmax: bool = False,
+    fill: float = 0.0,
+) -> Tensor:
+    """Do what `target_attention` does over a rectangle of keys, scoring the masked places alone.
+
+    Every other place's score is `fill`, which must be 0 without `softmax`. With it a weight is the
+    score's share of all places of its row, so a row without a true place shares equally, and is NaN
+    where the fill is -inf.
+
+    Shapes: query float32 [B, D]; keys float32 [B, H, D]; mask bool [B, H]; weights, widths and
+    activations as `TargetNetwork` gives them; returns float32 [B, D].
+    """
+    load_kernels()
+    result: Tensor = torch.ops.rankopt.masked_target_attention(
+        query, keys, mask, weights, list(widths), list(activations), softmax, fill
+    )
+    return result
+
+
 def aoti_c_shims() -> dict[Any, list[str]]:
     """Return the C entry points of these operators; see `rankopt.kernels.ops.aoti_c_shims`."""
     ops = torch.ops.rankopt
@@ -208,6 +248,8 @@ def aoti_c_shims() -> dict[Any, list[str]]:
         + [*[optional] * 2, *["int64_t"] * 3, "int32_t", *["double"] * 2],
         ops.target_attention.default: [handle] * 3
         + [optional, handle, *["const int64_t*", "int64_t"] * 2, "int64_t"],
+        ops.masked_target_attention.default: [handle] * 4
+        + [*["const int64_t*", "int64_t"] * 2, "int32_t", "double"],
     }
     return {
         op: [

@@ -6,6 +6,7 @@ Shapes: as in `rankopt.kernels.attention`.
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class AttentionCase:
     has_bias: bool = True
     hidden: tuple[int, ...] = (5, 3)
     activation: str = "slope"
+    softmax: bool = False
+    fill: float = 0.0
 
     def __str__(self) -> str:
         shape = f"{self.num_lists}x{self.num_context}+{self.max_length}"
@@ -57,7 +60,8 @@ class AttentionCase:
         flags = [name for name in ("causal", "align_right", "has_bias") if getattr(self, name)]
         each = f"{self.candidates_per_list}each"
         units = "x".join(map(str, self.hidden))
-        words = (shape, heads, self.lengths, self.values, each, *flags, units, self.activation)
+        words = [shape, heads, self.lengths, self.values, each, *flags, units, self.activation]
+        words += [f"softmax {self.fill:g}"] if self.softmax else []
         return "-".join(words)
 
 
@@ -105,9 +109,24 @@ def _target_grid() -> Iterator[AttentionCase]:
         yield AttentionCase(4, 20, 1, 8, candidates_per_list=each, hidden=(80, 40))
 
 
+def _masked_grid() -> Iterator[AttentionCase]:
+    yield from (case for case in _target_grid() if not case.candidates_per_list)
+    for fill in (-(2.0**32) + 1, -1e9, 0.5, -math.inf):
+        more: dict[str, Any] = {"softmax": True, "fill": fill}
+        for values in ("normal", "loud", "nonfinite"):
+            yield AttentionCase(7, 9, 2, 8, values=values, **more)
+        # Of a full row without a place that is hidden the fill has no part.
+        yield AttentionCase(5, 33, 1, 16, lengths="full", hidden=(80, 40), **more)
+        yield AttentionCase(5, 33, 1, 16, lengths="empty", activation="dice", **more)
+    for activation in ACTIVATIONS:
+        more = {"hidden": (36, 17), "activation": activation}
+        yield AttentionCase(6, 60, 1, 16, **more, softmax=True, fill=-1e9)
+
+
 HSTU_CASES = tuple(dict.fromkeys(_hstu_grid()))
 CANDIDATE_CASES = tuple(dict.fromkeys(_candidate_grid()))
 TARGET_CASES = tuple(dict.fromkeys(_target_grid()))
+MASKED_CASES = tuple(dict.fromkeys(_masked_grid()))
 RAGGED_CASES = tuple(dict.fromkeys(_shapes()))
 
 
@@ -190,13 +209,8 @@ def candidate_arguments(case: AttentionCase) -> Arguments:
     return *given, *sizes, case.align_right, *scales
 
 
-def target_arguments(case: AttentionCase) -> Arguments:
-    """Draw the arguments of `target_attention`."""
-    draw = _Draw(case)
-    lengths = draw.lengths()
-    keys = draw.rows(int(lengths.sum()), 1)[0]
-    index = draw.request_index()
-    query = draw.rows(case.num_lists if index is None else len(index), 1)[0]
+def _network(draw: _Draw) -> TargetNetwork:
+    case = draw.case
     share = draw.width**-0.5
     first = [draw.normal(case.hidden[0], draw.width) * share for _ in range(3)]
     layers: list[ScoreLayer] = []
@@ -204,11 +218,39 @@ def target_arguments(case: AttentionCase) -> Arguments:
     for outputs in (*case.hidden, 1):
         weight, bias = draw.normal(outputs, inputs) * inputs**-0.5, draw.normal(outputs)
         activation = case.activation if len(layers) < len(case.hidden) else "none"
-        layers.append(ScoreLayer(weight, bias, activation, draw.normal(outputs)))
+        vectors = [draw.normal(outputs) for _ in range(1 if "dice" not in activation else 3)]
+        if activation == "row_dice":  # what is added to squares
+            vectors[2] = vectors[2].abs() + 1e-3
+        layers.append(ScoreLayer(weight, bias, activation, *vectors))
         inputs = outputs
-    network = TargetNetwork(first[0], first[1], first[2], tuple(layers))
+    return TargetNetwork(first[0], first[1], first[2], tuple(layers))
+
+
+def target_arguments(case: AttentionCase) -> Arguments:
+    """Draw the arguments of `target_attention`."""
+    draw = _Draw(case)
+    lengths = draw.lengths()
+    keys = draw.rows(int(lengths.sum()), 1)[0]
+    index = draw.request_index()
+    query = draw.rows(case.num_lists if index is None else len(index), 1)[0]
+    network = _network(draw)
     sizes = (network.widths, network.activations, case.max_length)
     return query, keys, lengths, index, network.pack(), *sizes
+
+
+def masked_arguments(case: AttentionCase) -> Arguments:
+    """Draw the arguments of `masked_target_attention`."""
+    draw = _Draw(case)
+    kept = draw.lengths().clamp(max=case.max_length)
+    mask = torch.arange(case.max_length) < kept[:, None]
+    if case.num_lists > 2:  # places anywhere, not only at one end
+        mask[2] &= torch.arange(case.max_length) % 3 != 1
+    keys = draw.rows(case.num_lists * case.max_length, 2)[1]
+    keys = keys.reshape(case.num_lists, case.max_length, draw.width)
+    query = draw.rows(case.num_lists, 1)[0]
+    network = _network(draw)
+    given = (query, keys, mask, network.pack(), network.widths, network.activations)
+    return *given, case.softmax, case.fill
 
 
 def _counted(lengths: Tensor, max_length: int) -> list[tuple[int, int]]:
@@ -373,14 +415,70 @@ def target_attention(
     for row, request in enumerate(index):
         begin, end = lists[request]
         mine = keys[begin:end]
-        of_query = query[row] @ network.of_query.T
-        hidden = of_query + mine @ network.of_key.T + (query[row] * mine) @ network.of_product.T
-        for number, layer in enumerate(network.layers):
-            hidden = hidden @ layer.weight.T if number else hidden
-            hidden = hidden if layer.bias is None else hidden + layer.bias
-            hidden = hidden if sizes else _activate(hidden, layer)
-        out[row] = (hidden * mine).sum(0)
+        out[row] = (_scores(network, query[row], mine, sizes) * mine).sum(0)
     return out
+
+
+def _scores(network: TargetNetwork, query: Tensor, keys: Tensor, sizes: bool) -> Tensor:
+    """Run the MLP. Shapes: query [D]; keys [N, D]; returns [N, 1]."""
+    of_query = query @ network.of_query.T
+    hidden = of_query + keys @ network.of_key.T + (query * keys) @ network.of_product.T
+    for number, layer in enumerate(network.layers):
+        hidden = hidden @ layer.weight.T if number else hidden
+        hidden = hidden if layer.bias is None else hidden + layer.bias
+        hidden = _bound(hidden, layer) if sizes else _activate(hidden, layer)
+    return hidden
+
+
+def masked_target_attention(
+    query: Tensor,
+    keys: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    widths: list[int],
+    activations: list[int],
+    softmax: bool,
+    fill: float,
+) -> Tensor:
+    """Compute `rankopt::masked_target_attention` in float64, one candidate at a time."""
+    network = _unpack(weights, widths, activations, query.shape[1], False)
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for row in range(len(query)):
+        scores = torch.full(mask.shape[1:], fill, dtype=torch.float64)
+        seen = mask[row]
+        mine = keys[row].double()
+        scores[seen] = _scores(network, query[row].double(), mine[seen], False)[:, 0]
+        weight = scores.softmax(0) if softmax else scores
+        counted = seen | (weight != 0) if softmax else seen
+        out[row] = weight[counted] @ mine[counted]
+    return out
+
+
+def masked_allowance(arguments: Arguments, expected: Tensor) -> Tensor:
+    """Allow the rounding of the sums; a score's error moves its share by as much."""
+    query, keys, mask, weights, widths, activations, softmax, _ = arguments
+    network = _unpack(weights, widths, activations, query.shape[1], True)
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for row in range(len(query)):
+        mine = keys[row].double().abs()
+        scores = _scores(network, query[row].double().abs(), mine[mask[row]], True)
+        if softmax:
+            largest = scores.amax(0) if len(scores) else scores.new_zeros(1)
+            out[row] = 2e-6 * (1 + 2 * largest) * mine.amax(0)
+        else:
+            out[row] = 2e-6 * (scores * mine[mask[row]]).sum(0)
+    return out.nan_to_num()
+
+
+def _bound(hidden: Tensor, layer: ScoreLayer) -> Tensor:
+    """Bound what an activation makes of numbers no larger than these, and of their errors."""
+    if "dice" not in layer.activation:
+        return hidden
+    slope = layer.slope.abs() if layer.slope is not None else hidden.new_ones(1)
+    if layer.activation == "dice" and layer.scale is not None:
+        # Of p's argument the error is the scale's times that of x, and so on of x * p.
+        return hidden * (1 + slope) * (1 + hidden * layer.scale.abs() / 4)
+    return hidden * (1 + slope) * (1 + hidden.shape[1])
 
 
 def _activate(hidden: Tensor, layer: ScoreLayer) -> Tensor:
@@ -388,6 +486,14 @@ def _activate(hidden: Tensor, layer: ScoreLayer) -> Tensor:
         return torch.where(hidden >= 0, hidden, hidden * layer.slope)
     if layer.activation == "sigmoid":
         return hidden.sigmoid()
+    if layer.slope is not None and layer.scale is not None and layer.shift is not None:
+        if layer.activation == "dice":
+            p = (hidden * layer.scale + layer.shift).sigmoid()
+            return hidden * (layer.slope + (1 - layer.slope) * p)
+        if layer.activation == "row_dice":
+            less = hidden - hidden.mean(1, keepdim=True)
+            p = (less / (less**2 + layer.shift).sum(1, keepdim=True).sqrt()).sigmoid()
+            return hidden * (layer.slope + (1 - layer.slope) * p)
     return F.silu(hidden) if layer.activation == "silu" else hidden
 
 
@@ -415,9 +521,9 @@ def _unpack(
             padded = (-(-inputs // 16) * 16) * outputs
             size = padded if outputs <= 4 else -(-outputs // 16) * 16 * inputs
             weight = unpack_linear_fp32(take(size), outputs, inputs)
-        bias, slope = take(outputs), take(outputs)
         name = ACTIVATIONS[activations[number]] if number < len(activations) else "none"
-        layers.append(ScoreLayer(weight.double(), bias.double(), name, slope.double()))
+        bias, *more = (take(outputs).double() for _ in range(4 if "dice" in name else 2))
+        layers.append(ScoreLayer(weight.double(), bias, name, *more))
         inputs = outputs
     of_query, of_key, of_product = (weight.double() for weight in first)
     return TargetNetwork(of_query, of_key, of_product, tuple(layers))

@@ -325,6 +325,14 @@ KERNELS: dict[str, Kernel] = {
             isas=True,
         ),
         Kernel(
+            name="masked_target_attention",
+            reference=attention_cases.masked_target_attention,
+            cases=attention_cases.MASKED_CASES,
+            arguments=attention_cases.masked_arguments,
+            allowance=attention_cases.masked_allowance,
+            isas=True,
+        ),
+        Kernel(
             name="request_matmul",
             reference=reference_request_matmul,
             cases=REQUEST_CASES,

@@ -12,7 +12,8 @@ from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.dead_outputs import drop_dead_outputs
 from rankopt.passes.emit import Emitter
 from rankopt.passes.packed import Packer, PackingError
-from rankopt.passes.rectangles import find_rectangles
+from rankopt.passes.places import fuse_places
+from rankopt.passes.rectangles import find_rectangles, joined_lookups
 
 
 class FuseAttention(Pass):
@@ -23,6 +24,10 @@ class FuseAttention(Pass):
     lengths; a token of the candidate's own, after the history, is kept apart from it. Target
     attention over the candidate, an id, their difference and their product takes its whole MLP
     along, in fp32. Exact up to the order of sums.
+
+    Where tokens and padding cannot be taken apart (lists inside a packed matrix, lists that are
+    joined, masks that look at the ids, softmax), the rectangle stays and target attention becomes
+    an operator that reads the graph's own mask: the MLP runs where it is true.
 
     Before passes that replace lookups or layers: this one reads them as they are.
 
@@ -46,14 +51,23 @@ class FuseAttention(Pass):
 
         def rewrite(module: GraphModule) -> None:
             emitter = Emitter(module)
+            refused = [
+                f"{name}: stays padded, {lookup.name} looks its ids up among others"
+                for name, lookup in joined_lookups(module, bundle.card)
+            ]
             for rectangle in find_rectangles(module, bundle.card):
                 packer = Packer(module, emitter, rectangle)
                 try:
                     packer.run()
-                except PackingError as refused:
-                    context.note(f"{rectangle.ragged.name}: stays padded, {refused}")
+                except PackingError as reason:
+                    refused.append(f"{rectangle.ragged.name}: stays padded, {reason}")
                 else:
                     done.extend(packer.notes)
+            module.graph.eliminate_dead_code()  # what a list that stays had come to
+            fused, left = fuse_places(module, emitter)
+            done.extend(fused)
+            for note in refused + left:
+                context.note(note)
             if done:
                 module.graph.eliminate_dead_code()
                 drop_dead_outputs(emitter)

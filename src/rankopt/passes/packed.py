@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from rankopt.passes.emit import Emitter
 from rankopt.passes.graph import arguments, aten, constant, fake, schema_values
-from rankopt.passes.rectangles import Rectangle, masks_absent, masks_pairs
+from rankopt.passes.rectangles import Rectangle, masks_absent, masks_pairs, shows_earlier
 from rankopt.passes.target import fuse_target
 
 
@@ -40,12 +40,35 @@ class Packed:
         own: the token after them, [B, width]; None where there is none.
         num_before: C.
         of_rows: the [B, width] whose rows the tokens repeat, where they do.
+        fill: of ids, the one at places without an id.
     """
 
     tokens: Node
     own: Node | None = None
     num_before: int = 0
     of_rows: Node | None = None
+    fill: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Flags:
+    """What is so of tokens with some ids, and whether it is of places without an id.
+
+    Attributes:
+        packed: bool [T].
+    """
+
+    packed: Packed
+    absent: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Which pairs of tokens a mask [B, 1, S, S] shows, or hides, by the key's flag and by order."""
+
+    keys: Flags
+    causal: bool = False
+    hides: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +90,11 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Products of queries and keys, [B, A, S, S], and what was done to them since."""
+    """Products of queries and keys, [B, A, S, S], and what was done to them since.
+
+    Attributes:
+        seen: which tokens are seen at all, bool [T]; None where all are.
+    """
 
     queries: Packed
     keys: Packed
@@ -77,6 +104,7 @@ class Scores:
     activated: bool = False
     weight_scale: float = 1.0
     causal: bool | None = None
+    seen: Packed | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +115,7 @@ class Masked:
     row: bool = False
 
 
-Value = Packed | Slices | Heads | Scores | Masked
+Value = Packed | Slices | Heads | Scores | Masked | Flags | Pairs
 _UNARY = {
     aten.silu.default,
     aten.relu.default,
@@ -101,7 +129,10 @@ _UNARY = {
     aten.contiguous.default,
     aten.hardtanh.default,
     aten.elu.default,
+    aten.to.dtype,
 }
+_NOT = {aten.bitwise_not.default, aten.logical_not.default}
+_AND = {aten.bitwise_and.Tensor, aten.logical_and.default, aten.__and__.Tensor}
 _BINARY = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 _RESHAPES = {
     aten.reshape.default,
@@ -128,6 +159,7 @@ class Packer:
         self._values: dict[Node, Value] = {}
         self._results: list[tuple[Node, Node]] = []
         self._row_index: Node | None = None
+        self._places: Node | None = None
 
     def run(self) -> None:
         """Rewrite the graph.
@@ -136,13 +168,18 @@ class Packer:
             PackingError: something that reads the rectangle is not understood; the graph computes
                 what it did before.
         """
-        self._values[self._rectangle.node] = Packed(self._rectangle.ragged.values)
+        ragged = self._rectangle.ragged
+        self._values[self._rectangle.node] = Packed(ragged.values, fill=self._rectangle.fill)
         ends: set[Node] = set()
+        checks: list[Node] = []
         for node in list(self._module.graph.nodes):
             read = [each for each in node.all_input_nodes if each in self._values]
             if node.op == "output" and read:
                 raise PackingError("the graph returns the states of its places")
             if not read or node in self._values or node.target is aten.sym_size.int:
+                continue
+            if node.target is aten._assert_tensor_metadata.default:
+                checks.append(node)
                 continue
             with self._emitter.before(node):
                 done = self._apply(node)
@@ -155,12 +192,18 @@ class Packer:
             raise PackingError("no attention and no masked sum reads it")
         for old, new in self._results:
             self._emitter.replace(old, new)
+        for check in checks:  # of what is gone; it would stay for their sake
+            self._module.graph.erase_node(check)
 
     def _apply(self, node: Node) -> Value | Node:
         handlers: Sequence[tuple[Callable[[Any], bool], Callable[[Node], Value | Node]]] = (
             (lambda t: t is aten.embedding.default, self._embedding),
             (lambda t: t in _UNARY or t is aten.prelu.default, self._unary),
+            (lambda t: t in {aten.eq.Scalar, aten.ne.Scalar}, self._flag),
+            (lambda t: t in _NOT, self._negate),
+            (lambda t: t in _AND, self._both),
             (lambda t: t in _BINARY, self._binary),
+            (lambda t: t is aten.slice.Tensor, self._slice),
             (lambda t: t is aten.linear.default, self._linear),
             (lambda t: t is aten.layer_norm.default, self._layer_norm),
             (lambda t: t is aten.batch_norm.default, self._batch_norm),
@@ -192,7 +235,7 @@ class Packer:
 
     def _each(self, packed: Packed, make: Callable[[Node], Node]) -> Packed:
         own = None if packed.own is None else make(packed.own)
-        return replace(packed, tokens=make(packed.tokens), own=own, of_rows=None)
+        return replace(packed, tokens=make(packed.tokens), own=own, of_rows=None, fill=None)
 
     # Operators that treat tokens alike.
 
@@ -206,7 +249,8 @@ class Packer:
     def _unary(self, node: Node) -> Value:
         value = self._values[arguments(node)[0]]
         if isinstance(value, Scores):
-            if node.target is not aten.silu.default or value.activated or value.causal is not None:
+            ready = value.causal is None or value.seen is not None
+            if node.target is not aten.silu.default or value.activated or not ready:
                 raise self._unknown(node)
             return replace(value, activated=True)
         packed = self._packed(arguments(node)[0], node)
@@ -216,8 +260,51 @@ class Packer:
             if slope is None or (slope.numel() > 1 and fake(node).dim() != 2):
                 raise self._unknown(node)
         rest = node.args[1:]
-        return self._each(
+        made = self._each(
             packed, lambda t: self._emitter.call(node.target, t, *rest, **node.kwargs)
+        )
+        whole = fake(node).dtype in {torch.int32, torch.int64}
+        return replace(made, fill=packed.fill) if node.target is aten.to.dtype and whole else made
+
+    def _flag(self, node: Node) -> Value:
+        """Compare ids with one id."""
+        source, number = arguments(node)[:2]
+        packed = self._packed(source, node)
+        if packed.fill is None:
+            raise self._unknown(node)
+        flags = self._each(packed, lambda t: self._emitter.call(node.target, t, number))
+        return Flags(flags, (packed.fill == number) is (node.target is aten.eq.Scalar))
+
+    def _negate(self, node: Node) -> Value:
+        value = self._values[arguments(node)[0]]
+        if isinstance(value, Pairs):
+            return replace(value, hides=not value.hides)
+        if not isinstance(value, Flags):
+            raise self._unknown(node)
+        flags = self._each(value.packed, lambda t: self._emitter.call(node.target, t))
+        return Flags(flags, not value.absent)
+
+    def _both(self, node: Node) -> Value:
+        """Show a key where it is shown, and to those after it alone."""
+        left, right = arguments(node)[:2]
+        pairs, other = (left, right) if left in self._values else (right, left)
+        value = self._known(pairs)
+        if not isinstance(value, Pairs) or value.hides or other in self._values:
+            raise self._unknown(node)
+        places = self._num_places(value.keys.packed)
+        if not shows_earlier(self._rectangle, other, places):
+            raise self._unknown(node)
+        return replace(value, causal=True)
+
+    def _slice(self, node: Node) -> Value:
+        source = arguments(node)[0]
+        packed = self._packed(source, node)
+        self._require_vector(source, node)
+        dim, *bounds = (*arguments(node)[1:], None, None, None)[:4]
+        if int(dim) % fake(source).dim() != fake(source).dim() - 1 or bounds[2] not in (None, 1):
+            raise self._unknown(node)
+        return self._each(
+            packed, lambda t: self._emitter.call(node.target, t, 1, bounds[0], bounds[1])
         )
 
     def _binary(self, node: Node) -> Value:
@@ -254,6 +341,9 @@ class Packer:
             raise self._unknown(node)
         if not isinstance(side, Node) or fake(side).dim() == 0:
             return side
+        by_place = self._by_place(side, like) if not self._is_flat(node) else None
+        if by_place is not None:
+            return by_place
         if constant(self._module, side) is not None and fake(side).dim() == 1:
             if fake(node).dim() != (2 if self._is_flat(node) else 3):
                 raise self._unknown(node)
@@ -278,13 +368,51 @@ class Packer:
     def _repeat(self, rows: Node, like: Packed, node: Node) -> Packed:
         if like.num_before or like.own is not None:
             raise self._unknown(node)
+        tokens = self._emitter.call(aten.index_select.default, rows, 0, self._rows_of_tokens())
+        return Packed(tokens, of_rows=rows)
+
+    def _rows_of_tokens(self) -> Node:
         if self._row_index is None:
             ragged = self._rectangle.ragged
             self._row_index = self._emitter.call(
                 torch.ops.rankopt.ragged_rows.default, ragged.lengths, ragged.values
             )
-        tokens = self._emitter.call(aten.index_select.default, rows, 0, self._row_index)
-        return Packed(tokens, of_rows=rows)
+        return self._row_index
+
+    def _by_place(self, side: Node, like: Packed) -> Packed | None:
+        """Return each token's row of a constant [S, width] that is added by place; None without."""
+        shape = tuple(fake(side).shape)
+        if constant(self._module, side) is None or shape[:-1] not in (
+            (self._num_places(like),),
+            (1, self._num_places(like)),
+        ):
+            return None
+        if like.num_before:
+            raise PackingError(f"{side.name} differs by place, and tokens stand before the ids")
+        call = self._emitter.call
+        table = side if len(shape) == 2 else call(aten.select.int, side, 0, 0)
+        tokens = call(aten.index_select.default, table, 0, self._places_of_tokens())
+        own = None if like.own is None else call(aten.select.int, table, 0, shape[-2] - 1)
+        return Packed(tokens, own)
+
+    def _places_of_tokens(self) -> Node:
+        """Emit where each id stands in its row; those that do not count stand anywhere."""
+        if self._places is None:
+            call, ragged, slots = (
+                self._emitter.call,
+                self._rectangle.ragged,
+                self._rectangle.num_slots,
+            )
+            ones = call(aten.ones_like.default, ragged.values, dtype=torch.int64)
+            nth = call(aten.cumsum.default, ones, 0)
+            ends = call(aten.cumsum.default, ragged.lengths, 0)
+            if not self._rectangle.align_right:
+                kept = call(aten.clamp.default, ragged.lengths, None, slots)
+                ends = call(aten.add.Tensor, call(aten.sub.Tensor, ends, kept), slots)
+            of_row = call(aten.index_select.default, ends, 0, self._rows_of_tokens())
+            place = call(aten.add.Tensor, call(aten.sub.Tensor, nth, of_row), slots - 1)
+            self._places = call(aten.clamp.default, place, 0, slots - 1)
+        return self._places
 
     def _linear(self, node: Node) -> Value:
         packed = self._packed(arguments(node)[0], node)
@@ -342,7 +470,7 @@ class Packer:
             if like.own is not None:
                 own = self._emitter.call(aten.cat.default, [side.own for side in sides], 1)
             return Packed(tokens, own, like.num_before)
-        if dim == 1 and rank == 3:
+        if dim == 1 and (rank == 3 or (rank == 2 and not self._is_flat(node))):
             return self._sequence(pieces, node)
         raise self._unknown(node)
 
@@ -365,7 +493,7 @@ class Packer:
             flat = self._emitter.call(aten.flatten.using_ints, joined, 0, 1)
             tokens = self._call_cat([flat, tokens], 0)
         own = self._emitter.call(aten.squeeze.dim, after[0], 1) if after else None
-        return Packed(tokens, own, num_before)
+        return Packed(tokens, own, num_before, fill=ids.fill)
 
     def _call_cat(self, pieces: list[Node], dim: int) -> Node:
         return self._emitter.call(aten.cat.default, pieces, dim)
@@ -465,7 +593,8 @@ class Packer:
         left, right = arguments(node)[:2]
         first = self._known(left) is scores
         other = right if first else left
-        if scores.causal is not None or node.kwargs:
+        hidden = scores.causal is not None
+        if node.kwargs or (hidden and not (scores.activated and scores.seen is not None)):
             raise self._unknown(node)
         number = _number(self._module, other)
         if number is not None and node.target is aten.mul.Tensor:
@@ -473,7 +602,7 @@ class Packer:
         if number is not None and node.target is aten.div.Tensor and first:
             return self._scaled(scores, 1.0 / number)
         bias = constant(self._module, other)
-        if bias is not None and node.target is aten.add.Tensor and not scores.activated:
+        if bias is not None and node.target is aten.add.Tensor and not (scores.activated or hidden):
             bias = bias.reshape(-1, *bias.shape[-2:]).expand(scores.num_heads, -1, -1)
             return replace(scores, bias=bias if scores.bias is None else scores.bias + bias)
         raise self._unknown(node)
@@ -487,6 +616,11 @@ class Packer:
     def _mask(self, node: Node) -> Value:
         source, mask, fill = arguments(node)[:3]
         value = self._values.get(source)
+        pairs = self._known(mask)
+        if isinstance(value, Scores) and isinstance(pairs, Pairs):
+            return self._mask_pairs(node, value, pairs)
+        if not self._rectangle.probe.knows_places(mask):
+            raise PackingError(f"{node.name} hides places by more than the lengths")
         if mask in self._values or float(fill) != 0.0:
             raise PackingError(f"{node.name} fills masked places with {fill}, not with 0")
         if isinstance(value, Scores) and value.activated:
@@ -506,12 +640,39 @@ class Packer:
             raise self._unknown(node)
         return Masked(packed)
 
+    def _mask_pairs(self, node: Node, scores: Scores, pairs: Pairs) -> Scores:
+        """Hide keys by their ids and by order, after the activation or before one that gives 0."""
+        fill = torch.tensor(float(arguments(node)[2]))
+        weight = fill if scores.activated else torch.nn.functional.silu(fill)
+        if float(weight) != 0.0:
+            raise PackingError(f"{node.name} fills hidden pairs with {float(fill):g}, a weight too")
+        if not pairs.hides or pairs.keys.absent or scores.causal is not None:
+            raise PackingError(f"{node.name} does not hide just the keys where no id stands")
+        if scores.queries.own is not None and not pairs.causal:
+            raise PackingError("earlier tokens see the candidate's")
+        return replace(scores, causal=pairs.causal, seen=pairs.keys.packed)
+
+    def _shown(self, values: Packed, seen: Packed) -> Packed:
+        """Put zeros for the values of tokens that are not seen."""
+
+        def shown(vectors: Node, flags: Node) -> Node:
+            factor = self._emitter.call(aten.to.dtype, flags, torch.float32)
+            factor = self._emitter.call(aten.unsqueeze.default, factor, 1)
+            return self._emitter.call(aten.mul.Tensor, vectors, factor)
+
+        own = values.own
+        if own is not None and seen.own is not None:
+            own = shown(own, seen.own)
+        return replace(values, tokens=shown(values.tokens, seen.tokens), own=own)
+
     def _attend(self, scores: Scores, values: Heads, node: Node) -> Packed:
         q, k, v = scores.queries, scores.keys, values.packed
         if scores.causal is None or scores.num_heads != values.num_heads:
             raise PackingError(f"{node.name} sums values without a mask")
         if len({(each.own is None, each.num_before) for each in (q, k, v)}) != 1:
             raise self._unknown(node)
+        if scores.seen is not None:
+            v = self._shown(v, scores.seen)
         emitter, ragged = self._emitter, self._rectangle.ragged
         bias = self._bias_by_distance(scores, node)
         sizes = (scores.num_heads, q.num_before, self._rectangle.num_slots)
@@ -553,8 +714,15 @@ class Packer:
 
     def _unsqueeze(self, node: Node) -> Value:
         value = self._values[arguments(node)[0]]
-        if isinstance(value, Masked) and not value.row and arguments(node)[1] in (1, -2):
+        dim = arguments(node)[1]
+        if isinstance(value, Masked) and not value.row and dim in (1, -2):
             return replace(value, row=True)
+        if isinstance(value, Pairs) and dim == 1:
+            return value
+        if isinstance(value, Flags) and dim == 1:
+            return Pairs(value)
+        if isinstance(value, Flags) and dim in (-1, 2):
+            return self._each(value.packed, lambda t: self._emitter.call(node.target, t, 1))
         raise self._unknown(node)
 
     def _masked_sum(self, weights: Packed, keys: Packed, node: Node) -> Node:

@@ -66,6 +66,15 @@ class Rectangle:
         slots = torch.arange(self.num_slots)
         return slots >= self.num_slots - kept if self.align_right else slots < kept
 
+    @property
+    def fill(self) -> int | None:
+        """Return the id at places without one; None where there are several."""
+        ids = self.probe.run(self.node)
+        if ids is None:
+            return None
+        found = set(ids[~self.present].tolist())
+        return int(found.pop()) if len(found) == 1 else None
+
 
 class Probe:
     """Runs the part of a graph that depends on one ragged input alone."""
@@ -83,6 +92,14 @@ class Probe:
     def follows(self, node: Node) -> bool:
         """Tell whether a node's numbers depend on the lengths and ids alone."""
         return _sources(node) <= {self.ragged.values, self.ragged.lengths}
+
+    def knows_places(self, node: Node) -> bool:
+        """Tell whether a node's numbers depend on the lengths alone.
+
+        What depends on the ids is no sign of where an id stands: one of a list may look like one
+        that fills a place.
+        """
+        return _sources(node) <= {self.ragged.lengths}
 
     def run(self, node: Node) -> Tensor | None:
         """Compute a node on the probe's lists; None where it cannot be run."""
@@ -166,16 +183,39 @@ def find_rectangles(module: GraphModule, card: ModelCard) -> list[Rectangle]:
     return found
 
 
+def joined_lookups(module: GraphModule, card: ModelCard) -> list[tuple[str, Node]]:
+    """List the lookups of sequences whose ids are a ragged input's and others' as well."""
+    found = []
+    for ragged in ragged_inputs(module, card):
+        probe = Probe(module, ragged)
+        for lookup in module.graph.find_nodes(op="call_function", target=aten.embedding.default):
+            ids = arguments(lookup)[1]
+            shape: tuple[Any, ...] = tuple(fake(ids).shape)
+            alone = any(ragged.values in _sources(p) and probe.follows(p) for p in _pieces(ids))
+            if ragged.values in _sources(ids) and len(shape) == 2 and not alone:
+                found.append((ragged.name, lookup))
+    return found
+
+
 def _looked_up(module: GraphModule, probe: Probe) -> Iterator[Node]:
     seen: set[Node] = set()
     for lookup in module.graph.find_nodes(op="call_function", target=aten.embedding.default):
-        ids = arguments(lookup)[1]
-        if ids in seen or not is_lookup_of(lookup, arguments(lookup)[0]):
+        if not is_lookup_of(lookup, arguments(lookup)[0]):
             continue
-        seen.add(ids)
-        shape: tuple[Any, ...] = tuple(fake(ids).shape)
-        if len(shape) == 2 and isinstance(shape[1], int) and probe.follows(ids):
-            yield ids
+        for ids in _pieces(arguments(lookup)[1]):
+            shape: tuple[Any, ...] = tuple(fake(ids).shape)
+            rectangle = len(shape) == 2 and isinstance(shape[1], int)
+            if ids not in seen and rectangle and probe.follows(ids):
+                seen.add(ids)
+                yield ids
+
+
+def _pieces(ids: Node) -> list[Node]:
+    """Return ids side by side that are looked up in one call."""
+    joined = ids.target is aten.cat.default and fake(ids).dim() == 2 and len(ids.args) > 1
+    if joined and arguments(ids)[1] in (1, -1):
+        return list(arguments(ids)[0])
+    return [ids]
 
 
 def _alignment(node: Node, probe: Probe) -> str | None:
@@ -202,7 +242,7 @@ def _part(row: Tensor, count: int, align: str) -> Tensor:
 
 def masks_absent(rectangle: Rectangle, mask: Node) -> bool:
     """Tell whether a mask [B, H] is true exactly where no id stands."""
-    value = rectangle.probe.run(mask) if rectangle.probe.follows(mask) else None
+    value = rectangle.probe.run(mask) if rectangle.probe.knows_places(mask) else None
     return value is not None and torch.equal(value, ~rectangle.present)
 
 
@@ -217,7 +257,7 @@ def masks_pairs(
     ones = torch.ones(len(present), 1, dtype=torch.bool)
     present = torch.cat([ones.expand(-1, num_before), present, ones.expand(-1, num_after)], dim=1)
     num_positions = present.shape[1]
-    if len(present) * num_positions**2 > _MOST_CELLS or not rectangle.probe.follows(mask):
+    if len(present) * num_positions**2 > _MOST_CELLS or not rectangle.probe.knows_places(mask):
         return False, False
     value = rectangle.probe.run(mask)
     if value is None or value.dtype != torch.bool or value.dim() < 2:
@@ -234,3 +274,17 @@ def masks_pairs(
     if bool(((hidden == ~(seen & earlier)) | ~rows).all()):
         return True, True
     return False, False
+
+
+def shows_earlier(rectangle: Rectangle, mask: Node, num_places: int) -> bool:
+    """Tell whether a mask [..., S, S] shows each place those up to itself, in every row alike."""
+    if _sources(mask):
+        return False
+    value = rectangle.probe.run(mask)
+    earlier = torch.ones(num_places, num_places, dtype=torch.bool).tril()
+    return (
+        value is not None
+        and value.shape[-2:] == earlier.shape
+        and value.numel() == earlier.numel()
+        and torch.equal(value.reshape(earlier.shape), earlier)
+    )

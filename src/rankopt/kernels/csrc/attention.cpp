@@ -37,16 +37,19 @@ AttentionSteps attention_steps() {
   switch (current_isa()) {
 #if defined(__x86_64__)
     case Isa::kAvx2:
-      return {linear_fp32_avx2(), avx2::weigh, avx2::dot, avx2::add_scaled, avx2::mix,
-              avx2::interleave, avx2::columns};
+      return {linear_fp32_avx2(), avx2::weigh, avx2::dice, avx2::row_dice,
+              avx2::shares, avx2::dot, avx2::add_scaled, avx2::mix, avx2::interleave,
+              avx2::columns};
     case Isa::kAvx512:
     case Isa::kAvx512Vnni:
-      return {linear_fp32_avx512(), avx512::weigh, avx512::dot, avx512::add_scaled,
-              avx512::mix, avx512::interleave, avx512::columns};
+      return {linear_fp32_avx512(), avx512::weigh, avx512::dice, avx512::row_dice,
+              avx512::shares, avx512::dot, avx512::add_scaled, avx512::mix, avx512::interleave,
+              avx512::columns};
 #endif
     default:
-      return {linear_fp32_scalar(), plain::weigh, plain::dot, plain::add_scaled, plain::mix,
-              plain::interleave, plain::columns};
+      return {linear_fp32_scalar(), plain::weigh, plain::dice, plain::row_dice,
+              plain::shares, plain::dot, plain::add_scaled, plain::mix, plain::interleave,
+              plain::columns};
   }
 }
 

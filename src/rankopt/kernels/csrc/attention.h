@@ -48,12 +48,22 @@ at::Tensor hstu_candidate_attention(const at::Tensor& q, const at::Tensor& k, co
 // difference and their product comes to. With M = Wk + Wp diag(query), made once per candidate, a
 // key costs one product with M.
 // weights is float32, one after the other: Wq, Wk, Wp packed as linear_fp32.h's wide layout, bias,
-// slopes [widths[0]]; then per further layer its matrix packed by width, bias, slopes. The last
+// slopes [widths[0]]; then per further layer its matrix packed by width, bias, slopes. Behind the
+// slopes of a layer with kDice or kRowDice stand its scales and shifts, as many each. The last
 // width is 1. activations, one per layer but the last: what Activation numbers.
 at::Tensor target_attention(const at::Tensor& query, const at::Tensor& keys,
                             const at::Tensor& lengths,
                             const std::optional<at::Tensor>& request_index,
                             const at::Tensor& weights, at::IntArrayRef widths,
                             at::IntArrayRef activations, int64_t max_length);
+
+// The same over keys in a rectangle [B, H, D], of which those at a true place of `mask` [B, H] are
+// scored. Of the others the score is `fill`; a weight is the score itself, or with `softmax` the
+// score's share of its row. Without softmax the fill must be 0 and other places are not read; with
+// it they are where they have a share, as all places of a row without a true one do.
+at::Tensor masked_target_attention(const at::Tensor& query, const at::Tensor& keys,
+                                   const at::Tensor& mask, const at::Tensor& weights,
+                                   at::IntArrayRef widths, at::IntArrayRef activations,
+                                   bool softmax, double fill);
 
 }  // namespace rankopt

@@ -13,6 +13,64 @@ void weigh(float* __restrict scores, int64_t num_keys, const float* __restrict b
     scores[j] = silu_of(scores[j] * score_scale + bias[j]) * weight_scale;
 }
 
+// Dice (DIN, arXiv:1706.06978, eq. 3): y = x * (slope + (1 - slope) * p), here with
+// p = sigmoid(x * scale + shift), batch normalisation written as two vectors.
+void dice(float* __restrict values, int64_t num_rows, int64_t width, const float* __restrict slope,
+          const float* __restrict scale, const float* __restrict shift) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    float* __restrict x = values + r * width;
+    for (int64_t d = 0; d < width; ++d) {
+      const float p = 1.0f / (1.0f + exp_of(-(x[d] * scale[d] + shift[d])));
+      x[d] = x[d] * (slope[d] + (1.0f - slope[d]) * p);
+    }
+  }
+}
+
+// Sixteen sums, then those added up in halves: the same order on every instruction set.
+inline float sum_of_lanes(float* __restrict lanes) {
+  for (int64_t h = 8; h > 0; h /= 2)
+    for (int64_t l = 0; l < h; ++l) lanes[l] += lanes[l + h];
+  return lanes[0];
+}
+
+// Dice on a row's own mean m: p = sigmoid((x - m) / sqrt(sum of (x - m)^2 + shift over the row)).
+void row_dice(float* __restrict values, int64_t num_rows, int64_t width,
+              const float* __restrict slope, const float* __restrict shift) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    float* __restrict x = values + r * width;
+    float lanes[16] = {};
+    int64_t d = 0;
+    for (; d + 16 <= width; d += 16)
+      for (int64_t l = 0; l < 16; ++l) lanes[l] += x[d + l];
+    for (; d < width; ++d) lanes[d % 16] += x[d];
+    const float mean = sum_of_lanes(lanes) / static_cast<float>(width);
+    for (int64_t l = 0; l < 16; ++l) lanes[l] = 0.0f;
+    for (d = 0; d + 16 <= width; d += 16)
+      for (int64_t l = 0; l < 16; ++l)
+        lanes[l] += (x[d + l] - mean) * (x[d + l] - mean) + shift[d + l];
+    for (; d < width; ++d) lanes[d % 16] += (x[d] - mean) * (x[d] - mean) + shift[d];
+    const float deviation = __builtin_sqrtf(sum_of_lanes(lanes));
+    for (d = 0; d < width; ++d) {
+      const float p = 1.0f / (1.0f + exp_of(-((x[d] - mean) / deviation)));
+      x[d] = x[d] * (slope[d] + (1.0f - slope[d]) * p);
+    }
+  }
+}
+
+// Scores to their shares, exp(score - largest) over the sum of these.
+void shares(float* __restrict scores, int64_t size) {
+  float largest = scores[0];
+  for (int64_t i = 1; i < size; ++i) largest = choose(scores[i] > largest, scores[i], largest);
+  for (int64_t i = 0; i < size; ++i) {
+    const float below = scores[i] - largest;
+    // There exp_of no longer follows; NaN goes through it.
+    scores[i] = choose(below < -87.0f, 0.0f, exp_of(below));
+  }
+  float total = 0.0f;
+  for (int64_t i = 0; i < size; ++i) total += scores[i];
+  for (int64_t i = 0; i < size; ++i) scores[i] = scores[i] / total;
+}
+
 // One lane of a wide product: the same order of sums.
 float dot(const float* a, const float* b, int64_t size) {
   float sum = 0.0f;

@@ -43,6 +43,12 @@ at::Tensor target_attention_shape(const at::Tensor& query, const at::Tensor&, co
   return dense(query, query.sym_sizes());
 }
 
+at::Tensor masked_target_attention_shape(const at::Tensor& query, const at::Tensor&,
+                                         const at::Tensor&, const at::Tensor&, at::IntArrayRef,
+                                         at::IntArrayRef, bool, double) {
+  return dense(query, query.sym_sizes());
+}
+
 }  // namespace
 }  // namespace rankopt
 
@@ -60,6 +66,9 @@ TORCH_LIBRARY_FRAGMENT(rankopt, m) {
   m.def(
       "target_attention(Tensor query, Tensor keys, Tensor lengths, Tensor? request_index, "
       "Tensor weights, int[] widths, int[] activations, int max_length) -> Tensor");
+  m.def(
+      "masked_target_attention(Tensor query, Tensor keys, Tensor mask, Tensor weights, "
+      "int[] widths, int[] activations, bool softmax, float fill) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(rankopt, CPU, m) {
@@ -68,6 +77,7 @@ TORCH_LIBRARY_IMPL(rankopt, CPU, m) {
   m.impl("hstu_attention", rankopt::hstu_attention);
   m.impl("hstu_candidate_attention", rankopt::hstu_candidate_attention);
   m.impl("target_attention", rankopt::target_attention);
+  m.impl("masked_target_attention", rankopt::masked_target_attention);
 }
 
 TORCH_LIBRARY_IMPL(rankopt, Meta, m) {
@@ -76,6 +86,7 @@ TORCH_LIBRARY_IMPL(rankopt, Meta, m) {
   m.impl("hstu_attention", rankopt::hstu_attention_shape);
   m.impl("hstu_candidate_attention", rankopt::hstu_candidate_attention_shape);
   m.impl("target_attention", rankopt::target_attention_shape);
+  m.impl("masked_target_attention", rankopt::masked_target_attention_shape);
 }
 
 extern "C" {
@@ -147,6 +158,20 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_target_attention(
         *tensor_handle_to_tensor_pointer(weights),
         at::IntArrayRef(widths, static_cast<size_t>(num_widths)),
         at::IntArrayRef(activations, static_cast<size_t>(num_activations)), max_length));
+  });
+}
+
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_masked_target_attention(
+    AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle mask, AtenTensorHandle weights,
+    const int64_t* widths, int64_t num_widths, const int64_t* activations,
+    int64_t num_activations, int32_t softmax, double fill, AtenTensorHandle* result) {
+  using namespace torch::aot_inductor;
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *result = new_tensor_handle(rankopt::masked_target_attention(
+        *tensor_handle_to_tensor_pointer(query), *tensor_handle_to_tensor_pointer(keys),
+        *tensor_handle_to_tensor_pointer(mask), *tensor_handle_to_tensor_pointer(weights),
+        at::IntArrayRef(widths, static_cast<size_t>(num_widths)),
+        at::IntArrayRef(activations, static_cast<size_t>(num_activations)), softmax != 0, fill));
   });
 }
 

@@ -18,6 +18,9 @@ namespace rankopt {
 struct AttentionSteps {
   const LinearFp32& linear;
   void (*weigh)(float*, int64_t, const float*, float, float);
+  void (*dice)(float*, int64_t, int64_t, const float*, const float*, const float*);
+  void (*row_dice)(float*, int64_t, int64_t, const float*, const float*);
+  void (*shares)(float*, int64_t);
   float (*dot)(const float*, const float*, int64_t);
   void (*add_scaled)(float, const float*, int64_t, float*);
   void (*mix)(const float*, const float*, const float*, int64_t, int64_t, float*);
