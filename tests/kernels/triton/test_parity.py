@@ -20,7 +20,8 @@ MIN_CASES = {"lookup_rows": 500}
 
 
 def run(script: str, *arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    paths = [str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, str(FOLDER / script), *arguments],
         capture_output=True,
@@ -49,3 +50,23 @@ def test_every_family_that_a_gpu_needs_has_a_kernel() -> None:
 @pytest.mark.parametrize("name", WITH_TRITON)
 def test_kernel_compiles_for_hopper_without_a_gpu(name: str) -> None:
     assert int(run("compile_sm90.py", name)) >= 1
+
+
+def test_compiler_sees_that_kernels_write_to_their_result_alone() -> None:
+    written = json.loads(run("traced.py"))
+    assert written.pop("ragged_rows") == []
+    assert set(map(tuple, written.values())) == {("out",)}
+    assert len(written) == len(WITH_TRITON)
+
+
+def test_whole_models_score_the_same_with_the_operators_of_a_gpu() -> None:
+    report = json.loads(run("graphs.py"))
+    assert {operator for each in report.values() for operator in each["operators"]} == {
+        f"rankopt_gpu.{name}"
+        for name in (
+            *("lookup_planned", "dot_interaction", "target_attention"),
+            *("hstu_attention", "hstu_candidate_attention"),
+        )
+    }
+    for name, each in report.items():
+        assert each["error"] < 1e-5, name

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._library.triton import is_wrap_triton_enabled
+from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime.jit import JITFunction
 
 MIN_TILE = 16
@@ -16,7 +17,8 @@ def launch(kernel: Any, grid: tuple[Any, ...], **arguments: Any) -> None:
     """Run a kernel; inside an operator that the compiler looks into, put it into its graph."""
     if isinstance(kernel, JITFunction) and is_wrap_triton_enabled():
         torch.library.wrap_triton(kernel)[grid](**arguments)
-    else:
+    elif not any(isinstance(value, FakeTensor) for value in arguments.values()):
+        # The interpreter's kernels read memory; tensors that are traced have none.
         kernel[grid](**arguments)
 
 
