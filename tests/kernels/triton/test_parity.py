@@ -41,6 +41,12 @@ def test_kernel_agrees_with_its_reference_on_the_grid(name: str) -> None:
     assert report["failed"] == {}
 
 
+def test_fp16_adds_up_in_fp32() -> None:
+    worst = json.loads(run("halves.py"))
+    assert len(worst) == 4
+    assert max(worst.values()) <= 1.0
+
+
 def test_every_family_that_a_gpu_needs_has_a_kernel() -> None:
     needed = {"lookup_rows", "lookup_sequences", "dot_interaction", "fm_interaction"}
     needed |= {"target_attention", "hstu_attention", "hstu_candidate_attention", "ragged_sum"}
