@@ -78,5 +78,5 @@ def test_peers_for_a_gpu_say_why_they_do_not_run_here() -> None:
     card = load_card("dlrm-synthetic")
     if collect_environment().gpus:
         pytest.skip("says what a machine without a GPU is told")
-    for kind in ("eager_gpu", "torch_tensorrt"):
+    for kind in ("pytorch_gpu", "torch_tensorrt"):
         assert "NVIDIA GPU" in str(find_peer(kind)().why_not(card))

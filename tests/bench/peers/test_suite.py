@@ -23,7 +23,7 @@ def write(folder, **changes):
     return file
 
 
-ON_GPU = {"eager_gpu", "torch_tensorrt"}
+ON_GPU = {"pytorch_gpu", "torch_tensorrt"}
 
 
 def test_the_suite_that_ships_holds_every_peer_and_the_batch_sizes():

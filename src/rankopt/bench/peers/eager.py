@@ -28,7 +28,7 @@ class Eager(Peer):
 class EagerGpu(Peer):
     """Plain PyTorch on the GPU, inputs copied there and scores back in each call."""
 
-    kind: ClassVar[str] = "eager_gpu"
+    kind: ClassVar[str] = "pytorch_gpu"
     title: ClassVar[str] = "eager PyTorch on the GPU"
 
     def why_not(self, card: ModelCard) -> str | None:

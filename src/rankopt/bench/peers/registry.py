@@ -14,7 +14,7 @@ _HERE = "rankopt.bench.peers"
 
 PEERS: dict[str, str] = {
     "eager": f"{_HERE}.eager:Eager",
-    "eager_gpu": f"{_HERE}.eager:EagerGpu",
+    "pytorch_gpu": f"{_HERE}.eager:EagerGpu",
     "torch_tensorrt": f"{_HERE}.tensorrt:TorchTensorrt",
     "torch_compile": f"{_HERE}.torch_compile:TorchCompile",
     "aoti": f"{_HERE}.aoti:Aoti",
