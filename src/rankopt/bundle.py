@@ -40,6 +40,19 @@ class OperationCount:
 
 
 @dataclass(frozen=True)
+class GpuSettings:
+    """How an artifact runs on a GPU.
+
+    Attributes:
+        tf32: multiply fp32 matrices in TF32.
+        graph_batch: batches up to this are replayed as CUDA graphs.
+    """
+
+    tf32: bool = False
+    graph_batch: int = 256
+
+
+@dataclass(frozen=True)
 class ModelBundle:
     """A model on its way to an artifact.
 
@@ -57,6 +70,8 @@ class ModelBundle:
         requests: the same model in the form `requests`, where a pass has made one.
         operations: of the form `requests`: what it saves on paper.
         arithmetic: of layers that had theirs chosen by timing: int8, fp16, fp32 or fbgemm.
+        device: what it is compiled for; until then it runs on the CPU.
+        gpu: settings of an artifact for a GPU.
     """
 
     card: ModelCard
@@ -71,6 +86,8 @@ class ModelBundle:
     requests: ModelBundle | None = None
     operations: OperationCount | None = None
     arithmetic: Mapping[str, str] = field(default_factory=dict)
+    device: Literal["cpu", "cuda"] = "cpu"
+    gpu: GpuSettings | None = None
 
     @property
     def input_names(self) -> tuple[str, ...]:

@@ -13,12 +13,14 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rankopt.artifact.constants import map_constants
 from rankopt.artifact.contract import encode_contract, explain
+from rankopt.artifact.gpu import GpuProgram, gpu_problems
 from rankopt.artifact.judged import UnjudgedWarning, quality_with
 from rankopt.artifact.manifest import (
     CONSTANTS,
@@ -54,6 +56,7 @@ class LoadedArtifact:
         self._max_batch = manifest.max_batch
         self._min_batch = manifest.min_batch
         self._lock = threading.Lock()
+        self._is_gpu = manifest.target.device == "cuda"
         form = manifest.requests
         entries = (*manifest.constants, *(form.constants if form is not None else ()))
         mapped = map_constants(entries, folder / CONSTANTS)
@@ -67,13 +70,11 @@ class LoadedArtifact:
         if form is not None:
             packed += _pack_for_fbgemm(form.packed_for_fbgemm, self._request_constants)
         self._release = weakref.finalize(self, _release_handles, packed, list(parts.values()))
-        self._loader = _open_program(folder, PROGRAM)
-        self._load_constants(self._loader, self._constants, PROGRAM)
+        self._loader = self._open(PROGRAM, self._constants)
         self._requests: RequestContract | None = None
         if form is not None:
             self._requests = RequestContract(manifest.inputs, manifest.max_batch)
-            self._request_loader = _open_program(folder, REQUEST_PROGRAM)
-            self._load_constants(self._request_loader, self._request_constants, REQUEST_PROGRAM)
+            self._request_loader = self._open(REQUEST_PROGRAM, self._request_constants)
         self._fits = torch.ops.rankopt.inputs_fit.default
         self._maps_ids = any(entry.out_of_range for entry in manifest.inputs)
 
@@ -98,6 +99,8 @@ class LoadedArtifact:
             return self._score_requests(features)
         try:
             inputs = [features[name] for name in self._names]
+            if self._is_gpu:
+                inputs = [given.cpu() for given in inputs]
             if self._maps_ids:
                 inputs = torch.ops.rankopt.fitted_inputs(
                     inputs, self._spec, self._max_batch, self._min_batch
@@ -148,6 +151,20 @@ class LoadedArtifact:
         said = take_failure(self._part_handles)
         if said is not None:
             raise ArtifactError(f"{self.folder}: {said}.") from error
+
+    def _open(self, program: str, constants: dict[str, Tensor]) -> Any:
+        """Open a compiled program and give it its weights, which a GPU gets a copy of."""
+        if self._is_gpu:
+            constants.update({name: value.cuda() for name, value in constants.items()})
+        loader = _open_program(self.folder, program, alone=self._is_gpu)
+        self._load_constants(loader, constants, program)
+        if not self._is_gpu:
+            return loader
+        if program == REQUEST_PROGRAM:
+            return GpuProgram(loader, self.manifest.target, len(self._names), 1)
+        given = self.manifest.inputs
+        rows = next(at for at, e in enumerate(given) if e.role not in ("values", "weights"))
+        return GpuProgram(loader, self.manifest.target, rows, given[rows].groups)
 
     def _load_constants(
         self,
@@ -221,7 +238,7 @@ def check_machine(path: Path, manifest: Manifest) -> None:
     """
     here = collect_environment()
     target = manifest.target
-    problems = []
+    problems = gpu_problems(path, target) if target.device == "cuda" else []
     if target.architecture != here.architecture:
         problems.append(Problem(f"{path}: target", f"is {target.architecture}", here.architecture))
     lacking = sorted(set(target.isa) - set(here.isa))
@@ -270,9 +287,12 @@ def load_operators(path: Path, manifest: Manifest) -> None:
         raise ArtifactError(problems=problems)
 
 
-def _open_program(folder: Path, program: str) -> torch._C._aoti.AOTIModelPackageLoader:
+def _open_program(
+    folder: Path, program: str, *, alone: bool = False
+) -> torch._C._aoti.AOTIModelPackageLoader:
+    # `alone` leaves out the waiting between threads, which a CUDA graph cannot record.
     try:
-        return torch._C._aoti.AOTIModelPackageLoader(str(folder / program), "model", False, 1, -1)
+        return torch._C._aoti.AOTIModelPackageLoader(str(folder / program), "model", alone, 1, -1)
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         raise ArtifactError(

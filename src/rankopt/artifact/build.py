@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rankopt.artifact.constants import stored_bytes, write_constants
 from rankopt.artifact.contract import contract_of, random_features
+from rankopt.artifact.gpu import capability, tf32
 from rankopt.artifact.manifest import (
     CHECKS,
     CONSTANTS,
@@ -42,10 +43,11 @@ from rankopt.bench.plan import raised
 from rankopt.bundle import ModelBundle
 from rankopt.capture.export import MAX_BATCH
 from rankopt.capture.parts import parts_in
-from rankopt.environment import collect_environment
+from rankopt.environment import Environment, collect_environment
 from rankopt.errors import ExportError
 from rankopt.kernels.build import load_kernels
 from rankopt.kernels.ops import aoti_c_shims, current_isa, schema_here
+from rankopt.passes.device import moved_for
 from rankopt.passes.quantize_dense import fbgemm_layers
 
 CHECK_BATCHES = (1, 2, 7, 64)
@@ -88,7 +90,12 @@ def write_artifact(
     constants = without_handles(compiled.constants, parts)
     more: tuple[str, ...] = ()
     if bundle.requests is not None:
-        other = replace(bundle.requests, inductor_options=bundle.inductor_options)
+        other = replace(
+            bundle.requests,
+            inductor_options=bundle.inductor_options,
+            device=bundle.device,
+            gpu=bundle.gpu,
+        )
         constants |= named_for_requests(_compile(other, folder / REQUEST_PROGRAM).constants)
         write_request_checks(bundle, folder)
         more = (REQUEST_PROGRAM, REQUEST_CHECKS)
@@ -100,12 +107,7 @@ def write_artifact(
         model=bundle.card.name,
         recipe=recipe,
         made_at=now(),
-        target=Target(
-            device="cpu",
-            architecture=environment.architecture,
-            isa=environment.isa,
-            gpus=environment.gpus,
-        ),
+        target=_target(bundle, environment),
         inputs=contract_of(bundle.card),
         outputs=tuple(
             OutputEntry(name=output.name, activation=output.activation)
@@ -160,17 +162,33 @@ def compiler_options(bundle: ModelBundle) -> dict[str, Any]:
         # Inductor writes tensors of up to eight elements into the code as literals, such as the
         # last layer's bias: new weights would then be scored with the old bias.
         "always_keep_tensor_constants": True,
-        "aot_inductor.custom_ops_to_c_shims": aoti_c_shims(),
+        # A GPU's graph calls none of them.
+        "aot_inductor.custom_ops_to_c_shims": aoti_c_shims() if bundle.device == "cpu" else {},
         **bundle.inductor_options,
     }
 
 
+def _target(bundle: ModelBundle, environment: Environment) -> Target:
+    gpu = bundle.gpu
+    return Target(
+        device=bundle.device,
+        architecture=environment.architecture,
+        isa=environment.isa,
+        gpus=environment.gpus,
+        capability=capability() if gpu is not None else None,
+        tf32=gpu.tf32 if gpu is not None else None,
+        graph_batch=gpu.graph_batch if gpu is not None else 0,
+    )
+
+
 def _compile(bundle: ModelBundle, package: Path) -> Compiled:
     options = compiler_options(bundle)
+    bundle, program = moved_for(bundle)
     try:
-        torch._inductor.aoti_compile_and_package(
-            bundle.program, package_path=str(package), inductor_configs=options
-        )
+        with tf32(bundle.gpu.tf32 if bundle.gpu is not None else None):
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(package), inductor_configs=options
+            )
     except Exception as error:  # Inductor raises many unrelated types
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise ExportError(

@@ -84,6 +84,12 @@ class Target(_Frozen):
     isa: tuple[str, ...]
     """Instruction sets of the machine it was compiled on: the code may use any of them."""
     gpus: tuple[str, ...] = ()
+    capability: str | None = None
+    """Compute capability of the GPU it was compiled for, such as 9.0; code runs on no other."""
+    tf32: bool | None = None
+    """Whether fp32 matrices are multiplied in TF32; None on a CPU."""
+    graph_batch: int = 0
+    """Batches up to this are replayed as CUDA graphs."""
 
 
 class Manifest(_Frozen):

@@ -64,7 +64,8 @@ def _load_eager(spec: ArmSpec) -> ArmCallable:
     if spec.card is None:
         raise UsageError(f"arm {spec.label!r}: kind 'eager' needs a model card.")
     card = load_card(spec.card)
-    return EagerModel(card, build_module(card, spec.checkpoint))
+    device = str(spec.options.get("device", "cpu"))
+    return EagerModel(card, build_module(card, spec.checkpoint), device)
 
 
 def _load_artifact(spec: ArmSpec) -> ArmCallable:

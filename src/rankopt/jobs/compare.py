@@ -216,7 +216,8 @@ class Comparison:
     def _control_arm(self, workdir: Path) -> ArmSpec:
         if self.control_manifest is not None:
             return ArmSpec(label="control", kind="artifact", artifact=Path(str(self.control)))
-        return eager_arm(self.card, self.checkpoint, workdir)
+        device = self.manifest.target.device
+        return eager_arm(self.card, self.checkpoint, workdir, device=device)
 
     def _size(self) -> Size:
         control = self.control_manifest

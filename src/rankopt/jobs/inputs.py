@@ -57,9 +57,17 @@ def check_inputs(
 
 
 def eager_arm(
-    card: ModelCard, checkpoint: str | Path | None, workdir: Path, label: str = "control"
+    card: ModelCard,
+    checkpoint: str | Path | None,
+    workdir: Path,
+    label: str = "control",
+    device: str = "cpu",
 ) -> ArmSpec:
-    """Describe the control: built again from card and checkpoint in its own process."""
+    """Describe the control: built again from card and checkpoint in its own process.
+
+    It runs where the candidate does: `device` is that of the candidate's target.
+    """
     file = save_card(card, workdir / "control" / "card.yaml")
     given = Path(checkpoint).resolve() if checkpoint is not None else None
-    return ArmSpec(label=label, kind="eager", card=file, checkpoint=given)
+    options = {} if device == "cpu" else {"device": device}
+    return ArmSpec(label=label, kind="eager", card=file, checkpoint=given, options=options)

@@ -128,9 +128,10 @@ def optimize_into(
             progress(note)
         progress("exporting the model")
         bundle = build_bundle(card, built.module, sample)
+        export = next(step for step in recipe.passes if step.purpose == "artifact")
         bench = TrialBench(
-            export=next(step for step in recipe.passes if step.purpose == "artifact"),
-            control=eager_arm(card, checkpoint, workdir),
+            export=export,
+            control=eager_arm(card, checkpoint, workdir, device=export.device),
             rows=tuning,
             plan=trial_plan(recipe.batch_sizes, num_threads),
             context=PassContext(environment, workdir),

@@ -108,9 +108,18 @@ def lookup_sequences(store: Tensor, plan: Tensor, inputs: Sequence[Tensor], widt
 
 
 def lookup_rows_reference(
-    store: Tensor, plan: Tensor, inputs: Sequence[Tensor], num_rows: int, width: int
+    store: Tensor,
+    plan: Tensor,
+    inputs: Sequence[Tensor],
+    num_rows: int,
+    width: int,
+    *,
+    sizes: bool = False,
 ) -> Tensor:
-    """Compute `lookup_rows` in plain PyTorch, bit for bit."""
+    """Compute `lookup_rows` in plain PyTorch, bit for bit.
+
+    `sizes` adds up each row's largest absolute value instead, an upper bound of all sums.
+    """
     result = torch.zeros(num_rows, width)
     for row in decode_plan(plan):
         span = result[:, row.out : row.out + row.dim]
@@ -119,8 +128,10 @@ def lookup_rows_reference(
             continue
         ids, starts, ends = _bags(row, inputs, num_rows)
         rows = _table(store, row)[ids.long()]
+        rows = _largest(rows) if sizes else rows
         if row.weights >= 0:
-            rows = inputs[row.weights].reshape(-1, 1) * rows
+            weights = inputs[row.weights].reshape(-1, 1)
+            rows = (weights.abs() if sizes else weights) * rows
         pooled = _sum_in_order(rows, starts, ends)
         if row.mode == MEAN:
             pooled = pooled / (ends - starts).clamp(min=1).unsqueeze(1)
@@ -129,14 +140,22 @@ def lookup_rows_reference(
 
 
 def lookup_sequences_reference(
-    store: Tensor, plan: Tensor, inputs: Sequence[Tensor], width: int
+    store: Tensor, plan: Tensor, inputs: Sequence[Tensor], width: int, *, sizes: bool = False
 ) -> Tensor:
-    """Compute `lookup_sequences` in plain PyTorch, bit for bit."""
+    """Compute `lookup_sequences` in plain PyTorch, bit for bit; `sizes` as above."""
     parts = [
         _table(store, row)[ids.reshape(-1).long()]
         for row, ids in zip(decode_plan(plan), inputs, strict=True)
     ]
-    return torch.cat([*parts, torch.zeros(0, width)])
+    found = torch.cat([*parts, torch.zeros(0, width)])
+    return _largest(found) if sizes else found
+
+
+def _largest(rows: Tensor) -> Tensor:
+    if not rows.numel():
+        return rows
+    finite = rows.nan_to_num(0.0, 0.0, 0.0)
+    return finite.abs().amax(dim=1, keepdim=True).expand_as(rows)
 
 
 def _table(store: Tensor, row: PlanRow) -> Tensor:

@@ -14,7 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rankopt.kernels.lookup import COPY, MEAN, SUM, PlanRow, encode_plan
+from rankopt.kernels.lookup import (
+    COPY,
+    MEAN,
+    SUM,
+    PlanRow,
+    encode_plan,
+    lookup_rows_reference,
+    lookup_sequences_reference,
+)
 from rankopt.tables import TYPE_CODES, TableBatch, TableDtype, pack_batch, refusal
 
 Form = Literal[
@@ -217,3 +225,13 @@ def sequence_arguments(case: LookupCase) -> tuple[Any, ...]:
         code = TYPE_CODES[slot.dtype]
         rows.append(PlanRow(SUM, slot.offset, slot.num_rows, slot.dim, code, 0, source))
     return store, encode_plan(rows), draw.inputs, case.dim
+
+
+def lookup_allowance(arguments: tuple[Any, ...], expected: Tensor) -> Tensor:
+    """Allow the rounding of sums and of unpacked values, where an implementation has its own."""
+    return 1e-6 * lookup_rows_reference(*arguments, sizes=True).nan_to_num().abs()
+
+
+def sequence_allowance(arguments: tuple[Any, ...], expected: Tensor) -> Tensor:
+    """Allow the rounding of unpacked values, where an implementation has its own."""
+    return 1e-6 * lookup_sequences_reference(*arguments, sizes=True)

@@ -5,6 +5,7 @@ Adding a kernel is one entry here; the tests run over the registry.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,9 @@ from rankopt.kernels.lookup_cases import (
     LOOKUP_CASES,
     SEQUENCE_CASES,
     LookupCase,
+    lookup_allowance,
     lookup_arguments,
+    sequence_allowance,
     sequence_arguments,
 )
 from rankopt.kernels.mlp import mlp_reference
@@ -85,6 +88,8 @@ class Kernel:
         allowance: the absolute error allowed of each number, from a case's arguments and the
             reference's result; None where the bits must be the reference's.
         isas: whether `RANKOPT_ISA` chooses among implementations of it.
+        triton: its version for a GPU, `file:function` under `rankopt.kernels.triton`; None without.
+        triton_allowance: what that one is allowed; `allowance` when None.
     """
 
     name: str
@@ -93,6 +98,8 @@ class Kernel:
     arguments: Callable[[Any], Arguments]
     allowance: Callable[[Arguments, Tensor], Tensor] | None
     isas: bool
+    triton: str | None = None
+    triton_allowance: Callable[[Arguments, Tensor], Tensor] | None = None
 
     def __call__(self, *arguments: object) -> Tensor:
         """Run the operator."""
@@ -121,9 +128,37 @@ class Kernel:
             ops.set_isa(before)
         return agreements
 
+    def on_gpu(self) -> Callable[..., Tensor]:
+        """Import the version for a GPU; Triton must be installed."""
+        if self.triton is None:
+            raise KeyError(f"{self.name} has no version for a GPU")
+        file, _, function = self.triton.partition(":")
+        module = importlib.import_module(f"rankopt.kernels.triton.{file}")
+        found: Callable[..., Tensor] = getattr(module, function)
+        return found
+
+    def check_on_gpu(self, case: Case, device: str, **options: object) -> Agreement:
+        """Run a case with the version for a GPU, on a device, and compare it with the reference."""
+        arguments = self.arguments(case)
+        expected = _as_one(self.reference(*arguments))
+        allowance = self.triton_allowance or self.allowance
+        if allowance is None:
+            raise KeyError(f"{self.name} does not say what its version for a GPU is allowed")
+        moved = [_moved(argument, device) for argument in arguments]
+        result = _as_one(self.on_gpu()(*moved, **options)).cpu()
+        return compare(result, expected, allowance(arguments, expected))
+
     def holds(self, agreement: Agreement) -> bool:
         """Say whether an agreement is as close as this kernel promises."""
         return agreement.same_bits if self.allowance is None else agreement.excess <= 0
+
+
+def _moved(argument: Any, device: str) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.to(device)
+    if isinstance(argument, list):
+        return [_moved(each, device) for each in argument]
+    return argument
 
 
 def _as_one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -267,6 +302,8 @@ KERNELS: dict[str, Kernel] = {
             arguments=lookup_arguments,
             allowance=None,
             isas=True,
+            triton="lookup:lookup_rows",
+            triton_allowance=lookup_allowance,
         ),
         Kernel(
             name="lookup_sequences",
@@ -275,6 +312,8 @@ KERNELS: dict[str, Kernel] = {
             arguments=sequence_arguments,
             allowance=None,
             isas=True,
+            triton="lookup:lookup_sequences",
+            triton_allowance=sequence_allowance,
         ),
         Kernel(
             name="dot_interaction",
@@ -283,6 +322,7 @@ KERNELS: dict[str, Kernel] = {
             arguments=dot_arguments,
             allowance=dot_allowance,
             isas=True,
+            triton="interaction:dot_interaction",
         ),
         Kernel(
             name="fm_interaction",
@@ -291,6 +331,7 @@ KERNELS: dict[str, Kernel] = {
             arguments=fm_arguments,
             allowance=fm_allowance,
             isas=True,
+            triton="interaction:fm_interaction",
         ),
         Kernel(
             name="ragged_sum",
@@ -299,6 +340,7 @@ KERNELS: dict[str, Kernel] = {
             arguments=attention_cases.ragged_sum_arguments,
             allowance=attention_cases.ragged_sum_allowance,
             isas=True,
+            triton="attention:ragged_sum",
         ),
         Kernel(
             name="hstu_attention",
@@ -307,6 +349,7 @@ KERNELS: dict[str, Kernel] = {
             arguments=attention_cases.hstu_arguments,
             allowance=attention_cases.hstu_allowance,
             isas=True,
+            triton="attention:hstu_attention",
         ),
         Kernel(
             name="hstu_candidate_attention",
@@ -315,6 +358,7 @@ KERNELS: dict[str, Kernel] = {
             arguments=attention_cases.candidate_arguments,
             allowance=attention_cases.candidate_allowance,
             isas=True,
+            triton="attention:hstu_candidate_attention",
         ),
         Kernel(
             name="target_attention",
@@ -323,6 +367,7 @@ KERNELS: dict[str, Kernel] = {
             arguments=attention_cases.target_arguments,
             allowance=attention_cases.target_allowance,
             isas=True,
+            triton="target:target_attention",
         ),
         Kernel(
             name="masked_target_attention",

@@ -47,8 +47,9 @@ class ServingModule(nn.Module):
 class EagerModel:
     """The card's model in plain PyTorch: a callable from flat features to named scores."""
 
-    def __init__(self, card: ModelCard, model: nn.Module) -> None:
-        self._module = ServingModule(card, model).eval()
+    def __init__(self, card: ModelCard, model: nn.Module, device: str = "cpu") -> None:
+        self._module = ServingModule(card, model).eval().to(device)
+        self._device = device
         self._names = card.tensor_names
         self._outputs = tuple(output.name for output in card.outputs)
         self._card = card if maps_ids(card) else None
@@ -57,8 +58,14 @@ class EagerModel:
         """Score one batch. Shapes: see `rankopt.models.card`; every output is [B]."""
         if self._card is not None:
             features = features_in_range(self._card, features)
+        inputs = [features[name] for name in self._names]
         with torch.inference_mode():
-            scores = self._module(*[features[name] for name in self._names])
+            if self._device == "cpu":
+                scores = self._module(*inputs)
+            else:
+                # Features come from the host and scores go back to it, as an artifact's do.
+                scores = self._module(*[given.to(self._device) for given in inputs])
+                scores = [score.cpu() for score in scores]
         return dict(zip(self._outputs, scores, strict=True))
 
 

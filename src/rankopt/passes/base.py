@@ -80,6 +80,11 @@ class Pass(BaseModel):
         """Whether what the pass does depends on the values of real rows, not on weights alone."""
         return False
 
+    @property
+    def device(self) -> str:
+        """Where what the pass makes runs."""
+        return "cpu"
+
     def apply(self, bundle: ModelBundle, context: PassContext) -> ModelBundle:
         """Return a new bundle, or the same object when there was nothing to do."""
         raise TypeError(f"{type(self).__name__} defines no apply()")

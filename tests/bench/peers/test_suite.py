@@ -23,9 +23,13 @@ def write(folder, **changes):
     return file
 
 
+ON_GPU = {"pytorch_gpu", "torch_tensorrt"}
+
+
 def test_the_suite_that_ships_holds_every_peer_and_the_batch_sizes():
     suite = load_suite("peers")
-    assert {arm.kind for arm in suite.arms} == set(PEERS)
+    assert {arm.kind for arm in suite.arms} == set(PEERS) - ON_GPU
+    assert {arm.kind for arm in load_suite("peers-gpu").arms} > ON_GPU
     assert suite.plan.batch_sizes == (1, 16, 64, 512, 2048)
     assert suite.ne_margin == pytest.approx(0.001)
     for model in suite.models:
@@ -34,7 +38,7 @@ def test_the_suite_that_ships_holds_every_peer_and_the_batch_sizes():
 
 @pytest.mark.parametrize("kind", PEERS)
 def test_a_peer_lists_different_settings_for_every_model_of_the_suite(kind):
-    suite = load_suite("peers")
+    suite = load_suite("peers-gpu" if kind in ON_GPU else "peers")
     peer = next(arm for arm in suite.arms if arm.kind == kind)
     for model in suite.models:
         settings = peer.settings(load_card(model.card))

@@ -14,6 +14,8 @@ _HERE = "rankopt.bench.peers"
 
 PEERS: dict[str, str] = {
     "eager": f"{_HERE}.eager:Eager",
+    "pytorch_gpu": f"{_HERE}.eager:EagerGpu",
+    "torch_tensorrt": f"{_HERE}.tensorrt:TorchTensorrt",
     "torch_compile": f"{_HERE}.torch_compile:TorchCompile",
     "aoti": f"{_HERE}.aoti:Aoti",
     "torch_int8": f"{_HERE}.torch_int8:TorchInt8",
