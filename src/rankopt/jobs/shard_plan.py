@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -98,6 +99,10 @@ def plan_shards(
     progress("reading the tables")
     model = read_model_tables(source).with_ids_per_row(ids_per_row or {})
     trained_with = None if serving else optimizer or model.optimizer or DEFAULT_OPTIMIZER
+    if trained_with == "adam" and optimizer is None and over.device == "cpu":
+        trained_with = DEFAULT_OPTIMIZER
+        note = "the card trains with Adam, which fbgemm does not run on CPUs: planned with Adagrad"
+        model = replace(model, notes=(*model.notes, note))
     _check(over, trained_with, precision, sharding_types, kernels, load_factors, batch_size)
     request = Request(
         model=model,
@@ -143,9 +148,9 @@ def _check(
     if precision == "int8" and not serving:
         hint = "Add --serving to plan quantised tables."
         problems.append(Problem("--precision", "must be fp32 or fp16 in training", precision, hint))
-    wrong = [factor for factor in load_factors if not 0 < factor <= 1]
+    wrong = [factor for factor in load_factors if not 0 < factor < 1]
     if wrong:
-        problems.append(Problem("--load-factors", "must be above 0 and at most 1", wrong))
+        problems.append(Problem("--load-factors", "must lie between 0 and 1", wrong))
     types = supported_types(topology.device, serving=serving)
     if sharding_types and not set(sharding_types) & set(types):
         what = f"torchrec offers {', '.join(types)} for {purpose} on {topology.device}"

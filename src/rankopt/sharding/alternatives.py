@@ -110,8 +110,7 @@ def choose(request: Request, progress: Tell) -> Choice:
     """Try every setting and take the fastest that keeps as much of the model as it can."""
     tried: list[Tried] = []
     for setting in settings(request):
-        one_will_do = setting.changes is not None and any(item.fits for item in tried)
-        if one_will_do and setting.load_factor not in {None, _middle(request.load_factors)}:
+        if any(item.fits for item in tried) and not _worth_a_look(setting, request):
             continue
         progress(f"planning: {setting.name}")
         tried.append(attempt(request, setting))
@@ -163,7 +162,9 @@ def settings(request: Request) -> list[Setting]:
             changes="row-wise Adagrad",
             offered=False,
         )
-        listed += _in_memories(light, kernels, replace(request, load_factors=()))
+        middle = _middle(request.load_factors)
+        factors = () if middle is None else (middle,)
+        listed += _in_memories(light, kernels, replace(request, load_factors=factors))
     return [setting for setting in listed if setting.kernels]
 
 
@@ -175,6 +176,13 @@ def forced(request: Request, winner: Setting) -> list[Setting]:
         if kind in supported_types(request.topology.device, serving=winner.serving)
         or len(request.sharding_types) > 1
     ]
+
+
+def _worth_a_look(setting: Setting, request: Request) -> bool:
+    """Tell what is shown beside a plan that fits: of what changes the model, one of a kind."""
+    if setting.changes is None or setting.load_factor is None:
+        return True
+    return setting.offered and setting.load_factor == _middle(request.load_factors)
 
 
 def _middle(load_factors: Sequence[float]) -> float | None:
@@ -222,7 +230,9 @@ def _best(tried: Sequence[Tried]) -> Solution:
     known = [item.solution for item in tried if item.solution is not None]
     offered = [solution for solution in known if solution.setting.offered]
     exact_ones = [solution for solution in offered if solution.setting.changes is None]
-    return min(exact_ones or offered or known, key=lambda s: s.fill(s.fullest))
+    nearest = exact_ones or offered or known
+    wide = [solution for solution in nearest if len(solution.setting.sharding_types) > 1]
+    return min(wide or nearest, key=lambda s: s.fill(s.fullest))
 
 
 def _reason(tried: Sequence[Tried], best: Solution, request: Request) -> str:

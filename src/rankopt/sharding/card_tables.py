@@ -184,7 +184,7 @@ def _holders(module: nn.Module) -> Iterator[_Holder]:
     inside: list[str] = []
     names: set[str] = set()
     for path, child in module.named_modules(remove_duplicate=True):
-        if any(path.startswith(f"{prefix}.") for prefix in inside):
+        if any(not prefix or path.startswith(f"{prefix}.") for prefix in inside):
             continue
         if isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)):
             inside.append(path)

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.types import PlannerError, ShardingOption, Stats
+from torchrec.distributed.planner.types import (
+    PerfModel,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Stats,
+)
 
 from rankopt.sharding.memory import Shard, Use, dense_use, shard_use
 from rankopt.sharding.proposers import SpillProposer, proposers
@@ -26,6 +32,13 @@ from rankopt.units import NS_PER_MS, NS_PER_S
 DENSE_OPERATIONS = 6
 """A training step takes two operations a weight and row forward and four backward; serving two."""
 FORWARD_OPERATIONS = 2
+
+
+_NO_ROOM = {
+    PlannerErrorType.INSUFFICIENT_STORAGE,
+    PlannerErrorType.STRICT_CONSTRAINTS,
+    PlannerErrorType.PARTITION,
+}
 
 
 @dataclass(frozen=True)
@@ -136,8 +149,8 @@ def solve(model: ModelTables, topology: Topology, setting: Setting, batch_size: 
         SettingProblem: the setting's ways to shard are not offered on the topology's device.
     """
     if not all(allowed_types(table, topology, setting) for table in model.tables):
-        kinds = " and ".join(setting.sharding_types)
-        raise SettingProblem(f"torchrec does not offer {kinds} on {topology.device}")
+        kinds, kernels = " and ".join(setting.sharding_types), " and ".join(setting.kernels)
+        raise SettingProblem(f"torchrec does not offer {kinds} on {topology.device} with {kernels}")
     dense = dense_use(model.dense_parameters, setting, topology)
     with _quiet():
         space = SearchSpace(model.tables, topology, setting, batch_size, dense)
@@ -148,6 +161,7 @@ def solve(model: ModelTables, topology: Topology, setting: Setting, batch_size: 
             enumerator=space.enumerator,
             storage_reservation=space.reservation,
             proposer=proposers(space.topology),
+            performance_model=_SlowestRank(topology),
             constraints=space.constraints,
             stats=[catch],
             debug=False,
@@ -155,7 +169,9 @@ def solve(model: ModelTables, topology: Topology, setting: Setting, batch_size: 
         try:
             planner.plan(space.module, space.sharders)
             fits, options = True, catch.best_plan
-        except PlannerError:
+        except PlannerError as error:
+            if error.error_type not in _NO_ROOM:
+                raise SettingProblem(str(error).splitlines()[0]) from error
             fits, options = False, _place_anyway(space, topology, dense)
     shards = _placed(options, space, topology, setting, batch_size)
     ranks = _sums(shards, model, topology, setting, batch_size, dense)
@@ -166,6 +182,20 @@ def solve(model: ModelTables, topology: Topology, setting: Setting, batch_size: 
             for rank in ranks
         )
     return Solution(setting, topology, fits, shards, ranks, catch.num_proposals)
+
+
+class _SlowestRank(PerfModel):  # type: ignore[misc]
+    """Rates a plan by its slowest rank, ids included, which torchrec's own model leaves out."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._world_size = topology.world_size
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        totals = [0.0] * self._world_size
+        for option in plan:
+            for shard in option.shards:
+                totals[shard.rank] += shard.perf.total + shard.perf.input_dist_comms
+        return max(totals)
 
 
 class _BestPlan(Stats):  # type: ignore[misc]

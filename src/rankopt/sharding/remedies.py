@@ -20,8 +20,10 @@ from rankopt.sharding.setting import CACHING_KERNELS, Setting, supported_kernels
 from rankopt.sharding.topology import Topology
 from rankopt.units import BYTES_PER_GIB, format_bytes
 
-MAX_HOSTS = 256
-MORE_HOST_TRIES = 4
+MAX_HALVINGS = 4
+MIN_BATCH_SHARE = 0.05
+MAX_RANKS = 64
+"""Searching over more takes minutes."""
 
 
 def remedies(request: Request, choice: Choice) -> tuple[Remedy, ...]:
@@ -94,25 +96,69 @@ def _row_wise_state(request: Request, choice: Choice) -> Iterator[Remedy]:
 
 def _more_hosts(request: Request, choice: Choice) -> Iterator[Remedy]:
     """Find the fewest hosts on which the nearest setting fits."""
-    best, topology = choice.best, request.topology
-    at_least = max(topology.num_hosts + 1, math.ceil(topology.num_hosts * _load(best)))
-    for num_hosts in range(at_least, min(MAX_HOSTS, at_least + MORE_HOST_TRIES)):
-        wider = topology.model_copy(update={"num_hosts": num_hosts})
-        item = attempt(request, best.setting, wider)
+    setting, topology = choice.best.setting, request.topology
+
+    def over(num_hosts: int) -> Tried:
+        return attempt(request, setting, topology.model_copy(update={"num_hosts": num_hosts}))
+
+    too_few, enough = _bounds(choice.best)
+    if enough * topology.ranks_per_host > MAX_RANKS:
+        yield _too_many_to_plan(choice.best, enough)
+        return
+    found = over(enough)
+    if not found.fits:
+        too_few, enough = enough, enough * 2
+        found = over(enough)
+    if not found.fits:
+        yield from _too_large_to_split(_hosts(enough, topology), found)
+        return
+    while enough - too_few > 1:
+        between = (enough + too_few) // 2
+        item = over(between)
         if item.fits:
-            more = num_hosts - topology.num_hosts
-            yield from _of(f"{more} more host{'s' if more > 1 else ''}, {num_hosts} in all", item)
-            return
+            enough, found = between, item
+        else:
+            too_few = between
+    yield from _of(_hosts(enough, topology), found)
 
 
-def _load(solution: Solution) -> float:
-    """The share of all memory that all ranks need together: fewer hosts cannot do."""
-    size = len(solution.ranks)
-    host = sum(rank.use.host.total for rank in solution.ranks) / size / solution.topology.host_bytes
-    if not solution.topology.hbm_bytes:
-        return host
-    hbm = sum(rank.use.hbm.total for rank in solution.ranks) / size / solution.topology.hbm_bytes
-    return max(host, hbm)
+def _hosts(number: int, topology: Topology) -> str:
+    more = number - topology.num_hosts
+    return f"{more} more host{'s' if more > 1 else ''}, {number} in all"
+
+
+def _bounds(solution: Solution) -> tuple[int, int]:
+    """Return a number of hosts that cannot do, and one that does where tables split evenly.
+
+    The leanest placement has each table in the memory that it can be moved to; all memories
+    together are what a plan at best fills.
+    """
+    topology, ranks = solution.topology, len(solution.ranks)
+    hbm = sum(rank.use.hbm.total for rank in solution.ranks)
+    host = sum(rank.use.host.total for rank in solution.ranks)
+    loads = [host / (ranks * topology.host_bytes)]
+    if topology.hbm_bytes:
+        loads.append(hbm / (ranks * topology.hbm_bytes))
+    stored = sum(part.use.hbm.weights + part.use.host.weights for part in solution.shards)
+    together = stored / (ranks * (topology.hbm_bytes + topology.host_bytes))
+    too_few = max(topology.num_hosts, math.floor(topology.num_hosts * together * 0.9))
+    return too_few, max(too_few + 1, math.ceil(topology.num_hosts * max(loads)))
+
+
+def _too_many_to_plan(best: Solution, num_hosts: int) -> Remedy:
+    what = _hosts(num_hosts, best.topology)
+    text = f"{what}: about what its bytes need, split evenly; too many ranks to plan from here"
+    return Remedy(number=0, what=what, fits=False, text=text)
+
+
+def _too_large_to_split(what: str, item: Tried) -> Iterator[Remedy]:
+    """Name the shard that no number of hosts makes small enough, where it is one."""
+    for remedy in _of(what, item):
+        shards = item.solution.shards if item.solution is not None else ()
+        largest = max(shards, key=lambda s: s.use.hbm.total + s.use.host.total)
+        size = format_bytes(largest.use.hbm.total + largest.use.host.total)
+        more = f"; the largest shard, of table {largest.shard.table.name}, is {size} by itself"
+        yield remedy.model_copy(update={"text": remedy.text + more})
 
 
 def _more_host_memory(request: Request, choice: Choice) -> Iterator[Remedy]:
@@ -139,20 +185,20 @@ def _more_host_memory(request: Request, choice: Choice) -> Iterator[Remedy]:
 
 
 def _smaller_batch(request: Request, choice: Choice) -> Iterator[Remedy]:
-    """Offer a smaller batch where the batch takes a part worth naming."""
+    """Offer the largest smaller batch that fits, where the batch takes a part worth naming."""
     batch = request.batch_size
     fullest = choice.best.fullest.use
     part = fullest.hbm if choice.best.topology.hbm_bytes else fullest.host
-    taken = part.activations + part.buffers
-    if taken < 0.05 * part.total or batch < 2:
+    if part.activations + part.buffers < MIN_BATCH_SHARE * part.total:
         return
-    while batch > 1:
+    for _ in range(MAX_HALVINGS):
         batch //= 2
+        if batch < 1:
+            return
         item = attempt(replace(request, batch_size=batch), choice.best.setting)
-        if item.fits or batch <= request.batch_size // 8:
-            yield from _of(
-                f"a batch of {batch:,} rows a rank in place of {request.batch_size:,}", item
-            )
+        if item.fits:
+            what = f"a batch of {batch:,} rows a rank in place of {request.batch_size:,}"
+            yield from _of(what, item)
             return
 
 

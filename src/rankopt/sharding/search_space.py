@@ -170,6 +170,9 @@ def allowed_types(table: Table, topology: Topology, setting: Setting) -> tuple[S
     types = [kind for kind in setting.sharding_types if kind in supported]
     if "dense" not in setting.kernels:
         types = [kind for kind in types if kind != "data_parallel"]
+    elif set(setting.kernels) == {"dense"}:
+        # torchrec's planner takes the dense kernel for copies of a table alone.
+        types = [kind for kind in types if kind == "data_parallel"]
     if len(types) > 1 and column_block(table, topology) == table.dim and "table_wise" in types:
         types = [kind for kind in types if kind != "column_wise"]
     if len(types) > 1 and topology.num_hosts == 1 and "row_wise" in types:
