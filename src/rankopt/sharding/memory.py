@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from rankopt.sharding.setting import (
     CACHING_KERNELS,
-    COMMUNICATION_BYTES,
     UVM_KERNELS,
     Kernel,
     Setting,
@@ -165,8 +164,3 @@ def _batch_bytes(shard: Shard, topology: Topology, batch_size: int) -> tuple[int
         math.ceil(num_ids * ranks_in * id_bytes),
         math.ceil(num_vectors * ranks_out * shard.num_columns * OUTPUT_BYTES),
     )
-
-
-def communication_bytes(setting: Setting) -> int:
-    """Size of one value on the wire."""
-    return COMMUNICATION_BYTES[setting.communication]

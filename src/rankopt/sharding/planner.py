@@ -21,9 +21,10 @@ from torchrec.distributed.planner.types import (
     Stats,
 )
 
+from rankopt.sharding.estimates import shard_of
 from rankopt.sharding.memory import Shard, Use, dense_use, shard_use
 from rankopt.sharding.proposers import SpillProposer, proposers
-from rankopt.sharding.search_space import SearchSpace, allowed_types, shard_of
+from rankopt.sharding.search_space import SearchSpace, allowed_types
 from rankopt.sharding.setting import CACHING_KERNELS, Setting
 from rankopt.sharding.tables import ModelTables
 from rankopt.sharding.topology import Topology

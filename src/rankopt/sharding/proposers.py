@@ -60,9 +60,9 @@ class BoundedGreedyProposer(GreedyProposer):  # type: ignore[misc]
 class SpillProposer(Proposer):  # type: ignore[misc]
     """Keep in device memory what is looked up most per byte, and move the rest to the host.
 
-    One family of plans for each way to split large tables (rows over all ranks, rows over the ranks
-    of one host, whichever is most even), from nothing moved to everything moved. On a device with
-    one kind of memory each family is one plan.
+    One family of plans for each way to split large tables (columns, rows over all ranks, rows over
+    the ranks of one host, whichever is most even), from nothing moved to everything moved. On a
+    device with one kind of memory each family is one plan.
     """
 
     def __init__(self, topology: PlannerTopology) -> None:
@@ -83,7 +83,8 @@ class SpillProposer(Proposer):  # type: ignore[misc]
         for option in search_space:
             by_table.setdefault(option.fqn, []).append(option)
         self._families = [
-            self._family(by_table, kind) for kind in (None, "row_wise", "table_row_wise")
+            self._family(by_table, kind)
+            for kind in (None, "column_wise", "row_wise", "table_row_wise")
         ]
 
     def propose(self) -> list[ShardingOption] | None:

@@ -20,7 +20,7 @@ class MemoryParts(_Strict):
     weights_bytes: int
     optimizer_bytes: int
     activations_bytes: int
-    """Embedding outputs, before and after they are exchanged; dense activations are not known."""
+    """Embedding outputs before they are exchanged; dense activations are not known."""
     buffers_bytes: int
     """Ids of the batch, gradients of dense kernels, what a cache keeps beside its rows."""
     total_bytes: int

@@ -34,7 +34,6 @@ CACHING_KERNELS: frozenset[Kernel] = frozenset({"fused_uvm_caching", "quant_uvm_
 
 Communication = Literal["fp32", "fp16", "bf16"]
 """What pooled vectors are sent as."""
-COMMUNICATION_BYTES: dict[Communication, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
