@@ -20,7 +20,6 @@ from rankopt.kernels.dense_choice import Arithmetic
 from rankopt.kernels.ops import current_isa
 from rankopt.kernels.packing import (
     ACTIVATION_CODES,
-    NARROW_OUTPUTS,
     fits_fp16,
     pack_linear_fp16,
     pack_linear_fp32,
@@ -94,7 +93,7 @@ class QuantizeDense(Pass):
     quantile: float = Field(default=1.0, gt=0, le=1)
     """Of the rows' largest inputs, what a static scale must reach; 1 is the largest of all."""
     min_inputs: int = Field(default=16, ge=1)
-    min_outputs: int = Field(default=NARROW_OUTPUTS + 1, ge=1)
+    min_outputs: int = Field(default=1, ge=1)
     """Narrower layers stay in fp32. Up to four outputs have a fp32 kernel of their own: 256 -> 1
     took 0.42 of int8's time there at batch 512 and 0.84 at batch 1, 40 -> 1 took 0.37 and 0.86."""
     fuse: bool = True
