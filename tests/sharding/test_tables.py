@@ -85,7 +85,8 @@ def test_a_terabyte_is_read_without_memory(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     listed, peak_kib = done.stdout.rsplit(maxsplit=1)
     assert listed == "[('big', 2000000000), ('tied', 1000000000)] 129"
-    assert int(peak_kib) < 2**20
+    # The peak of the process that started it counts too: Linux keeps it across fork and exec.
+    assert int(peak_kib) < 2**22
 
 
 def test_code_that_reads_small_values_while_it_builds_is_built(tmp_path: Path) -> None:
