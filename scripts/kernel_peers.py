@@ -16,8 +16,10 @@ from kernel_calls import Dense, Layer, Lookups
 from torch import Tensor
 
 from rankopt.diagnose.rows_read import READERS, RowsRead
+from rankopt.errors import UsageError
 from rankopt.kernels.lookup import COPY, MEAN, SUM, PlanRow, decode_plan
 from rankopt.kernels.packing import unpack_linear_fp32, unpack_linear_int8
+from rankopt.problems import Problem
 from rankopt.tables import TYPE_CODES
 from rankopt.units import NS_PER_S
 
@@ -120,6 +122,56 @@ def gathered(rows: Sequence[RowsRead]) -> Sample:
     """Time reading the rows and doing nothing else, batch after batch."""
     following = cycle(rows)
     return lambda: next(following).seconds() * NS_PER_S
+
+
+def gathered_and_written(call: Lookups, rows: Sequence[RowsRead]) -> Sample:
+    """Time reading the rows and writing as many floats where a lookup writes its results."""
+    places = PLACES[call.name]
+    given = [
+        (read, *places(*arguments)) for read, arguments in zip(rows, call.arguments, strict=True)
+    ]
+    for read, at, _, _ in given:
+        if at.numel() != read.offsets.numel():
+            raise UsageError(
+                problems=[Problem(call.name, "reads ids that belong to no row of its result")]
+            )
+    following = cycle(given)
+
+    def sample() -> float:
+        read, at, dims, shape = next(following)
+        # Allocated anew, as a lookup does; that is not in the time.
+        out = torch.empty(shape)
+        run = torch.ops.rankopt.peak_gather_write
+        return float(run(read.storage, read.offsets, read.row_bytes, at, dims, out)) * NS_PER_S
+
+    return sample
+
+
+def _places_pooled(
+    _: Tensor, plan: Tensor, inputs: Sequence[Tensor], num_rows: int, width: int
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Say where each id's row goes: of a bag the last one's to its place, the others' to -1."""
+    places, dims = [], []
+    for row in decode_plan(plan):
+        if row.mode == COPY:
+            continue
+        ids, counts, _weights = _bags(row, inputs, num_rows)
+        at = torch.full((len(ids),), -1)
+        filled = counts > 0
+        at[(counts.cumsum(0) - 1)[filled]] = (torch.arange(num_rows) * width + row.out)[filled]
+        places.append(at)
+        dims.append(torch.full_like(at, row.dim))
+    return torch.cat(places), torch.cat(dims), (num_rows, width)
+
+
+def _places_of_sequences(
+    _: Tensor, plan: Tensor, inputs: Sequence[Tensor], width: int
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    count = sum(inputs[row.source].numel() for row in decode_plan(plan))
+    return torch.arange(count) * width, torch.full((count,), width), (count, width)
+
+
+PLACES = {"lookup_rows": _places_pooled, "lookup_sequences": _places_of_sequences}
 
 
 def fbgemm_lookups(call: Lookups) -> list[Callable[[], list[Tensor]]]:

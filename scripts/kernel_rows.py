@@ -55,6 +55,8 @@ class KernelRow(_Frozen):
         achieved_per_s, peak_per_s: operations (a multiply and an add are two) or bytes of rows; the
             peak is a loop of multiply-adds on registers, or reading the same rows.
         fraction: of the peak, with its 95 % interval.
+        write_fraction: of a lookup, the time of reading the same rows and writing as many floats to
+            the same places, over ours: what `fraction` could be at most is the one over the other.
         ratio_to_fbgemm: fbgemm's time over ours, with its interval.
         bound: what the time is nearest to, as `rankopt diagnose` says it.
     """
@@ -72,6 +74,7 @@ class KernelRow(_Frozen):
     fraction: float
     ci_low: float
     ci_high: float
+    write_fraction: float | None = None
     fbgemm_p50_ns: float
     ratio_to_fbgemm: float
     ratio_ci_low: float
@@ -127,9 +130,9 @@ def table(content: dict[str, Any]) -> str:
 
 def _detail(rows: Sequence[KernelRow], goals: KernelGoals) -> list[str]:
     lines = [
-        "| kind | where | shape | rows | time | reaches | of peak | goal | fbgemm's time / ours "
-        "| goal | nearest limit |",
-        "|---" * 11 + "|",
+        "| kind | where | shape | rows | time | reaches | of peak | goal | of read and write "
+        "| fbgemm's time / ours | goal | nearest limit |",
+        "|---" * 12 + "|",
     ]
     for row in rows:
         unit = "GB/s" if row.kind == "lookup" else "GOP/s"
@@ -144,6 +147,7 @@ def _detail(rows: Sequence[KernelRow], goals: KernelGoals) -> list[str]:
             f"{row.achieved_per_s / 1e9:.4g} of {row.peak_per_s / 1e9:.4g} {unit}",
             f"{row.fraction:.0%} [{row.ci_low:.0%}, {row.ci_high:.0%}]",
             _verdict(row.ci_low, row.ci_high, wanted),
+            "" if row.write_fraction is None else f"{row.write_fraction:.0%}",
             f"{row.ratio_to_fbgemm:.2f} [{row.ratio_ci_low:.2f}, {row.ratio_ci_high:.2f}]",
             _verdict(row.ratio_ci_low, row.ratio_ci_high, against),
             row.bound,

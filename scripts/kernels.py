@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import tempfile
@@ -28,12 +29,14 @@ from kernel_peers import (
     fbgemm_dense,
     fbgemm_lookups,
     gathered,
+    gathered_and_written,
     rows_of,
     timed,
 )
 from kernel_rows import KernelResult, KernelRow, KernelSettings, read_settings, table
 from result_page import ResultPage
 
+from rankopt.bench.backend import KEPT_MEMORY
 from rankopt.bench.peers.suite import load_suite
 from rankopt.bench.peers.weights import model_card
 from rankopt.bench.plan import physical_cores_available
@@ -116,6 +119,7 @@ class _Bench:
         return self._row(
             ours=timed(call.calls()),
             peak=gathered(rows),
+            write_peak=gathered_and_written(call, rows),
             fbgemm=timed(fbgemm_lookups(call)),
             work=statistics.mean(each.num_bytes for each in rows),
             bytes_ns=None,
@@ -134,11 +138,13 @@ class _Bench:
         ours: Sample,
         peak: Sample,
         fbgemm: Sample,
+        write_peak: Sample | None = None,
         work: float,
         bytes_ns: float | None,
         **what: Any,
     ) -> KernelRow:
-        blocks = self._in_turns([ours, peak, fbgemm], what["batch_size"])
+        arms = [ours, peak, fbgemm, *([write_peak] if write_peak else [])]
+        blocks = self._in_turns(arms, what["batch_size"])
         against_peak = paired_speedup(blocks[1], blocks[0])
         against_fbgemm = paired_speedup(blocks[2], blocks[0])
         p50_ns, fraction = against_fbgemm.candidate_p50_ns, against_peak.speedup
@@ -157,6 +163,7 @@ class _Bench:
             fraction=fraction,
             ci_low=against_peak.ci_low,
             ci_high=against_peak.ci_high,
+            write_fraction=paired_speedup(blocks[3], blocks[0]).speedup if write_peak else None,
             fbgemm_p50_ns=against_fbgemm.control_p50_ns,
             ratio_to_fbgemm=against_fbgemm.speedup,
             ratio_ci_low=against_fbgemm.ci_low,
@@ -252,6 +259,13 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _with_kept_memory() -> None:
+    """Start again with malloc's settings of the bench's arms, which it reads when it is loaded."""
+    missing = {name: value for name, value in KEPT_MEMORY.items() if name not in os.environ}
+    if missing:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | missing)
+
+
 def main() -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -260,6 +274,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=[])
     parser.add_argument("--result", type=Path, help="write here, and leave the page alone")
     given = parser.parse_args()
+    if given.action == "measure":
+        _with_kept_memory()
     page = ResultPage(
         result=given.result or RESULT,
         page=ROOT / "docs" / "kernels.md",

@@ -57,6 +57,12 @@ def test_every_instruction_set_has_its_loops(isa: str) -> None:
     for size in (0, 1, 3, 4, 31, 64, 65, 127, 130):
         offsets = torch.tensor([0, 1000 - size, 17, 17])
         assert run.peak_gather(storage, offsets, torch.tensor([size])) >= 0
+        all_sizes, dims = torch.full((4,), size), torch.tensor([1, 16, 70, 3])
+        out = torch.full((100,), -1.0)
+        places = torch.tensor([1, 2, 20, -1])
+        assert run.peak_gather_write(storage, offsets, all_sizes, places, dims, out) >= 0
+        assert bool((out[[0, *range(18, 20), *range(90, 100)]] == -1).all())
+        assert bool((out[[1, *range(2, 18), *range(20, 90)]] != -1).all())
     sizes = torch.tensor([1, 36, 130])
     assert run.peak_gather(storage, torch.tensor([999, 3, 5]), sizes) >= 0
     assert run.peak_gather(storage, torch.empty(0, dtype=torch.int64), sizes[:1]) >= 0
@@ -76,6 +82,13 @@ def test_bad_requests_are_refused() -> None:
             run.peak_gather(storage, torch.tensor([offset]), torch.tensor([size]))
     with pytest.raises(RuntimeError, match="one size or one a row"):
         run.peak_gather(storage, torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
+    out, one = torch.empty(8), torch.tensor([1])
+    for place, dim in ((8, 1), (-2, 1), (4, 5), (0, -1)):
+        given = torch.tensor([0]), one, torch.tensor([place]), torch.tensor([dim])
+        with pytest.raises(RuntimeError, match="outside the storage or the result"):
+            run.peak_gather_write(storage, *given, out)
+    with pytest.raises(RuntimeError, match="one a row"):
+        run.peak_gather_write(storage, torch.tensor([0, 1]), one, one, one, out)
     with pytest.raises(RuntimeError, match="kind must be"):
         run.peak_compute("int4", 1)
     with pytest.raises(RuntimeError, match="at least 1"):

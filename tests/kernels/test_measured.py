@@ -89,6 +89,7 @@ def test_a_small_model_is_measured(checkout: Path, settings: Path, tmp_path: Pat
     for row in rows.values():
         assert row["fraction"] == pytest.approx(row["achieved_per_s"] / row["peak_per_s"])
         assert row["ci_low"] < row["fraction"] < row["ci_high"]
+        assert (row["write_fraction"] is None) == (row["kind"] != "lookup")
         assert row["ratio_ci_low"] < row["ratio_to_fbgemm"] < row["ratio_ci_high"]
         assert row["ratio_to_fbgemm"] == pytest.approx(row["fbgemm_p50_ns"] / row["p50_ns"])
     assert "Batch 300:" in done.stdout

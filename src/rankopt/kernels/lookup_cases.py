@@ -33,6 +33,7 @@ Form = Literal[
     "sum",  # lists, some of them empty
     "mean",
     "weighted",
+    "ones",  # lists of one id each
     "closed",  # lists whose offsets carry the end
     "empty",  # lists, all of them empty
     "long",  # lists longer than what is fetched at once
@@ -80,7 +81,7 @@ def _grid() -> Iterator[LookupCase]:
         if _fits(dim, dtype):
             yield LookupCase(num_rows, dim, dtype, form)
     keyed: tuple[Form, ...] = ("keyed", "keyed_mean", "keyed_weighted")
-    lists: tuple[Form, ...] = ("closed", "empty", "long", "mixed", *keyed)
+    lists: tuple[Form, ...] = ("ones", "closed", "empty", "long", "mixed", *keyed)
     others: tuple[Form, ...] = ("flat", "rectangle", "mean_rectangle", *lists)
     for dtype, dim, num_rows in itertools.product(_DTYPES, (8, 20, 300), (1, 7, 65)):
         if _fits(dim, dtype):
@@ -94,6 +95,9 @@ def _grid() -> Iterator[LookupCase]:
     for read in forms:
         yield LookupCase(33, 24, "fp32", read, nonfinite=True)
         yield LookupCase(33, 24, "fp16", read, nonfinite=True)
+    # Lists of one id that are cut into blocks, and tables too large for the first caches.
+    yield LookupCase(2000, 128, "fp16", "ones")
+    yield LookupCase(3, 128, "fp32", "single", num_tables=40)
     # More lookups than are fetched at once, and enough rows that several threads share them.
     yield LookupCase(1, 16, "int8", "single", num_tables=150)
     yield LookupCase(3, 16, "fp32", "flat", num_tables=70)
@@ -145,10 +149,12 @@ class _Draw:
         longest = {"long": 200, "empty": 0}.get(form, 6)
         lengths = torch.randint(0, longest + 1, (self.case.num_rows,), generator=self.generator)
         lengths[::3] = 0 if form != "long" else longest
+        if form == "ones":
+            lengths[:] = 1
         ends = lengths.cumsum(0)
         count = int(ends[-1]) if len(ends) else 0
         # The ids lie in every other place: a slice of something larger.
-        values = self.ids(count * 2)[::2] if form == "sum" else self.ids(count)
+        values = self.ids(count * 2)[::2] if form in ("sum", "ones") else self.ids(count)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
         if form != "closed":
             offsets = offsets[:-1]

@@ -1,4 +1,4 @@
-// The operators around the lookup kernels: checks, ids to rows, prefetching, threads.
+// The operators around the lookup kernels: checks, threads.
 #include "lookup.h"
 
 #include <ATen/ops/empty.h>
@@ -6,265 +6,22 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 
-#include "isa.h"
 #include "launch.h"
+#include "lookup_entry.h"
 #include "lookup_ops.h"
 
 namespace rankopt {
 namespace {
 
-const Lookup& kernels() {
-  switch (current_isa()) {
-#if defined(__x86_64__)
-    case Isa::kAvx2:
-      return lookup_avx2();
-    case Isa::kAvx512:
-    case Isa::kAvx512Vnni:
-      return lookup_avx512();
-#endif
-    default:
-      return lookup_scalar();
-  }
-}
-
 // A thread is worth waking for so many bytes of rows and results.
 constexpr int64_t kBytesPerThread = 192 << 10;
-// Rows of the result that are filled together, table after table. Half of a second-level cache: with
-// an eighth of it, runs of one table are so short that batch 512 takes a tenth longer.
-constexpr int64_t kBlockBytes = 512 << 10;
-constexpr int64_t kMinBlockRows = 8;
-// Rows whose addresses are known, and on their way to the cache, before the ones before are read.
-constexpr int64_t kChunkRows = 64;
-constexpr int64_t kMaxPrefetchedLines = 8;
-constexpr int64_t kLine = 64;
-
-struct Entry {
-  int64_t number;
-  int64_t mode;
-  const uint8_t* table;
-  int64_t table_rows, row_bytes, dim, storage;
-  int64_t out;
-  const void* ids;
-  at::ScalarType id_type;
-  int64_t row_stride, id_stride;  // of the ids
-  int64_t length;                 // ids per row; 0 where offsets say
-  int64_t num_ids;                // in the input, with offsets
-  int64_t num_read;               // of all rows
-  const int64_t* offsets;
-  int64_t num_offsets;
-  const float* weights;
-
-  bool single() const { return length == 1 && weights == nullptr; }
-  int64_t edge(int64_t row) const { return row < num_offsets ? offsets[row] : num_ids; }
-};
-
-struct Copy {
-  const float* piece;
-  int64_t row_stride, dim, out;
-};
 
 int64_t row_bytes_of(int64_t dim, int64_t storage) {
   constexpr int64_t kBits[] = {32, 16, 8, 4, 2};
   const bool quantised = storage >= static_cast<int64_t>(Storage::kInt8);
   return (dim * kBits[storage] + 7) / 8 + (quantised ? 4 : 0);
-}
-
-// Ids may be whole numbers in float32, as a packed matrix holds them.
-inline int64_t as_id(int64_t value) { return value; }
-inline int64_t as_id(int32_t value) { return value; }
-inline int64_t as_id(float value) {
-  return value > -1.0f && value < 9.0e18f ? static_cast<int64_t>(value) : -1;
-}
-
-// Finds the rows of `count` ids and sends for them. Returns whether all ids are in range.
-template <typename T>
-bool find_rows(const Entry& entry, int64_t first, int64_t stride, int64_t count,
-               const uint8_t** rows) {
-  const T* ids = static_cast<const T*>(entry.ids) + first;
-  const int64_t last_byte = entry.row_bytes - 1;
-  const int64_t lines = std::min(last_byte / kLine, kMaxPrefetchedLines - 1);
-  bool good = true;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t id = as_id(ids[i * stride]);
-    const bool inside = static_cast<uint64_t>(id) < static_cast<uint64_t>(entry.table_rows);
-    good &= inside;
-    const uint8_t* row = entry.table + (inside ? id : 0) * entry.row_bytes;
-    for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(row + line * kLine);
-    // A row of a whole number of lines lies on its own; any other may reach into one more.
-    __builtin_prefetch(row + lines * kLine);
-    __builtin_prefetch(row + last_byte);
-    rows[i] = row;
-  }
-  return good;
-}
-
-bool find_rows(const Entry& entry, int64_t first, int64_t stride, int64_t count,
-               const uint8_t** rows) {
-  switch (entry.id_type) {
-    case at::kLong:
-      return find_rows<int64_t>(entry, first, stride, count, rows);
-    case at::kInt:
-      return find_rows<int32_t>(entry, first, stride, count, rows);
-    default:
-      return find_rows<float>(entry, first, stride, count, rows);
-  }
-}
-
-// Rows of one table that go into the result together: of several bags' single ids, or of one bag.
-struct Piece {
-  const Entry* entry;
-  int64_t row;  // of the result
-  int64_t count;
-  int64_t bag_size;
-  const float* weights;
-  bool single, first, last;
-};
-
-struct Chunk {
-  Piece pieces[kChunkRows];
-  const uint8_t* rows[kChunkRows];
-  int64_t num_pieces = 0;
-};
-
-// Cuts the rows [begin, end) of the result into pieces: block after block of rows, in a block
-// lookup after lookup, in a lookup row after row.
-class Stream {
- public:
-  Stream(c10::ArrayRef<Entry> entries, int64_t begin, int64_t end, int64_t width)
-      : entries_(entries), end_(end), row_(begin), block_begin_(begin) {
-    const int64_t fitting = kBlockBytes / std::max<int64_t>(width * int64_t{sizeof(float)}, 1);
-    block_rows_ = std::max(fitting, kMinBlockRows);
-    block_end_ = std::min(begin + block_rows_, end);
-  }
-
-  // Returns false when nothing is left.
-  bool fill(Chunk& chunk) {
-    chunk.num_pieces = 0;
-    int64_t filled = 0;
-    while (block_begin_ < end_ && filled < kChunkRows && chunk.num_pieces < kChunkRows) {
-      Piece& piece = chunk.pieces[chunk.num_pieces++];
-      const Entry& entry = entries_[at_];
-      piece.entry = &entry;
-      piece.row = row_;
-      if (entry.single()) {
-        piece.single = true;
-        piece.count = std::min(block_end_ - row_, kChunkRows - filled);
-        find(entry, row_ * entry.row_stride, entry.row_stride, piece.count, chunk.rows + filled);
-        row_ += piece.count;
-      } else {
-        take_bag(entry, piece, chunk.rows + filled, kChunkRows - filled);
-      }
-      filled += piece.count;
-      step();
-    }
-    return chunk.num_pieces > 0;
-  }
-
- private:
-  void take_bag(const Entry& entry, Piece& piece, const uint8_t** rows, int64_t room) {
-    int64_t begin, stride, place;
-    if (entry.length > 0) {
-      piece.bag_size = entry.length;
-      begin = row_ * entry.row_stride;
-      stride = entry.id_stride;
-      place = row_ * entry.length;
-    } else {
-      place = entry.edge(row_);
-      const int64_t end = entry.edge(row_ + 1);
-      TORCH_CHECK(0 <= place && place <= end && end <= entry.num_ids,
-                  "lookup: the offsets of lookup ", entry.number, " say that list ", row_,
-                  " is ids ", place, " to ", end, " of ", entry.num_ids);
-      piece.bag_size = end - place;
-      stride = entry.row_stride;
-      begin = place * stride;
-      if (piece.bag_size == 1 && entry.weights == nullptr) {
-        take_ones(entry, piece, rows, begin, room);
-        return;
-      }
-    }
-    piece.single = false;
-    piece.first = taken_ == 0;
-    piece.count = std::min(piece.bag_size - taken_, room);
-    piece.weights = entry.weights == nullptr ? nullptr : entry.weights + place + taken_;
-    find(entry, begin + taken_ * stride, stride, piece.count, rows);
-    taken_ += piece.count;
-    piece.last = taken_ == piece.bag_size;
-    if (piece.last) {
-      taken_ = 0;
-      ++row_;
-    }
-  }
-
-  // Lists of one id that follow each other are read like a column of ids.
-  void take_ones(const Entry& entry, Piece& piece, const uint8_t** rows, int64_t begin,
-                 int64_t room) {
-    const int64_t most = std::min(block_end_ - row_, room);
-    const int64_t place = entry.edge(row_);
-    int64_t count = 1;
-    while (count < most && place + count < entry.num_ids &&
-           entry.edge(row_ + count + 1) == place + count + 1)
-      ++count;
-    piece.single = true;
-    piece.count = count;
-    find(entry, begin, entry.row_stride, count, rows);
-    row_ += count;
-  }
-
-  static void find(const Entry& entry, int64_t first, int64_t stride, int64_t count,
-                   const uint8_t** rows) {
-    TORCH_CHECK(find_rows(entry, first, stride, count, rows), "lookup: an id of lookup ",
-                entry.number, " lies outside of its table of ", entry.table_rows, " rows");
-  }
-
-  void step() {
-    if (row_ < block_end_) return;
-    row_ = block_begin_;
-    if (++at_ < static_cast<int64_t>(entries_.size())) return;
-    at_ = 0;
-    row_ = block_begin_ = block_end_;
-    block_end_ = std::min(block_begin_ + block_rows_, end_);
-  }
-
-  c10::ArrayRef<Entry> entries_;
-  int64_t end_, row_, block_begin_, block_end_ = 0, block_rows_ = 0;
-  int64_t at_ = 0;
-  int64_t taken_ = 0;  // ids of the current bag that an earlier piece took
-};
-
-void write(const Lookup& kernel, const Chunk& chunk, float* out, int64_t width) {
-  const uint8_t* const* rows = chunk.rows;
-  for (int64_t p = 0; p < chunk.num_pieces; ++p) {
-    const Piece& piece = chunk.pieces[p];
-    const Entry& entry = *piece.entry;
-    float* place = out + piece.row * width + entry.out;
-    if (piece.single) {
-      kernel.unpack[entry.storage]({rows, piece.count, entry.dim, place, width});
-    } else {
-      kernel.pool[entry.storage]({rows, piece.count, piece.weights, entry.dim, place, piece.first});
-      if (entry.mode == kMean && piece.last && piece.bag_size > 1) {
-        const float size = static_cast<float>(piece.bag_size);
-        for (int64_t i = 0; i < entry.dim; ++i) place[i] /= size;
-      }
-    }
-    rows += piece.count;
-  }
-}
-
-void run(c10::ArrayRef<Entry> entries, int64_t begin, int64_t end, float* out, int64_t width) {
-  if (entries.empty() || begin == end) return;
-  const Lookup& kernel = kernels();
-  Stream stream(entries, begin, end, width);
-  Chunk chunks[2];
-  int current = 0;
-  bool more = stream.fill(chunks[0]);
-  while (more) {
-    more = stream.fill(chunks[1 - current]);
-    write(kernel, chunks[current], out, width);
-    current = 1 - current;
-  }
 }
 
 using Plan = c10::SmallVector<Entry, 32>;
@@ -369,11 +126,6 @@ void set_ids(Entry& entry, const at::Tensor& ids) {
   entry.ids = ids.const_data_ptr();
 }
 
-const void* shifted(const Entry& entry, int64_t count) {
-  const int64_t size = entry.id_type == at::kLong ? 8 : 4;
-  return static_cast<const uint8_t*>(entry.ids) + count * size;
-}
-
 void read_rectangle(Entry& entry, const int64_t* field, const at::Tensor& ids, int64_t num_rows) {
   const int64_t column = field[kColumn];
   const int64_t columns = ids.dim() == 2 ? ids.size(1) : 1;
@@ -384,7 +136,7 @@ void read_rectangle(Entry& entry, const int64_t* field, const at::Tensor& ids, i
   entry.num_read = num_rows * entry.length;
   entry.row_stride = ids.stride(0);
   entry.id_stride = ids.dim() == 2 ? ids.stride(1) : 0;
-  entry.ids = shifted(entry, column * entry.id_stride);
+  entry.ids = entry.ids_from(column * entry.id_stride);
 }
 
 // The lists of one feature among several: the lengths lie feature after feature, and so do the ids.
@@ -486,11 +238,7 @@ at::Tensor lookup_rows(const at::Tensor& store, const at::Tensor& plan,
   float* out = result.mutable_data_ptr<float>();
   if (num_rows == 0) return result;
   share_out(bytes / kBytesPerThread, num_rows, 1, [&](Range rows, Range) {
-    for (const Copy& copy : copies)
-      for (int64_t row = rows.begin; row < rows.end; ++row)
-        std::memcpy(out + row * width + copy.out, copy.piece + row * copy.row_stride,
-                    copy.dim * sizeof(float));
-    run(entries, rows.begin, rows.end, out, width);
+    run_lookups(entries, copies, rows.begin, rows.end, out, width);
   });
   return result;
 }
@@ -519,7 +267,7 @@ at::Tensor lookup_sequences(const at::Tensor& store, const at::Tensor& plan,
     const int64_t bytes = count * (entry.row_bytes + width * int64_t{sizeof(float)});
     if (count > 0) {
       share_out(bytes / kBytesPerThread, count, 1, [&](Range rows, Range) {
-        run(entry, rows.begin, rows.end, out, width);
+        run_lookups(entry, {}, rows.begin, rows.end, out, width);
       });
     }
     out += count * width;

@@ -16,13 +16,14 @@ namespace rankopt {
 enum class Storage : int64_t { kFp32, kFp16, kInt8, kInt4, kInt2 };
 constexpr int64_t kNumStorages = 5;
 
-// Rows that are each unpacked to a place of its own.
-struct RowRun {
-  const uint8_t* const* rows;
-  int64_t num_rows;
+// Rows that are each unpacked to a place of its own: of each line of the result some that lie side
+// by side.
+struct RowGrid {
+  const uint8_t* const* rows;  // line after line
+  int64_t num_lines, num_columns;
   int64_t dim;
   float* out;
-  int64_t out_stride;
+  int64_t line_stride;
 };
 
 // Rows that are added up, or a part of them: `first` starts anew, otherwise `out` is added to.
@@ -33,11 +34,12 @@ struct RowSum {
   int64_t dim;
   float* out;
   bool first;
+  float divisor;  // of the sum; 0 for none
 };
 
 // One implementation, by Storage.
 struct Lookup {
-  void (*unpack[kNumStorages])(const RowRun&);
+  void (*unpack[kNumStorages])(const RowGrid&);
   void (*pool[kNumStorages])(const RowSum&);
 };
 

@@ -82,6 +82,7 @@ struct Avx2Lookup {
   static Float broadcast(float value) { return _mm256_set1_ps(value); }
   static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
   static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
+  static Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
   static void store(float* p, Float value) { _mm256_storeu_ps(p, value); }
   static void store(float* p, Float value, int64_t valid) {
     _mm256_maskstore_ps(p, mask_of(valid), value);

@@ -71,6 +71,7 @@ struct Avx512Lookup {
   static Float broadcast(float value) { return _mm512_set1_ps(value); }
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
   static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
+  static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
   static void store(float* p, Float value) { _mm512_storeu_ps(p, value); }
   static void store(float* p, Float value, int64_t valid) {
     _mm512_mask_storeu_ps(p, mask_of(valid), value);

@@ -52,6 +52,7 @@ struct Scalar {
   static float broadcast(float value) { return value; }
   static float add(float a, float b) { return a + b; }
   static float mul(float a, float b) { return a * b; }
+  static float div(float a, float b) { return a / b; }
   static void store(float* p, float value) { *p = value; }
 };
 

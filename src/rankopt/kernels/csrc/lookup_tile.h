@@ -41,17 +41,37 @@ struct LevelRow {
   }
 };
 
-template <class P, class Row>
-void unpack(const RowRun& run) {
-  const int64_t whole = run.dim / P::kLanes * P::kLanes, rest = run.dim - whole;
-  float* out = run.out;
-  for (int64_t r = 0; r < run.num_rows; ++r, out += run.out_stride) {
-    const Row row(run.rows[r]);
-    for (int64_t i = 0; i < whole; i += P::kLanes) P::store(out + i, row.at(i));
-    if constexpr (P::kLanes > 1) {
-      if (rest > 0) P::store(out + whole, row.at(whole, rest), rest);
+// Rows of kVectors whole vectors; 0: of any width.
+template <class P, class Row, int kVectors>
+void unpack_grid(const RowGrid& grid) {
+  const int64_t whole = grid.dim / P::kLanes * P::kLanes, rest = grid.dim - whole;
+  const uint8_t* const* rows = grid.rows;
+  for (int64_t line = 0; line < grid.num_lines; ++line) {
+    float* out = grid.out + line * grid.line_stride;
+    for (int64_t c = 0; c < grid.num_columns; ++c, out += grid.dim) {
+      const Row row(*rows++);
+      if constexpr (kVectors > 0) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) P::store(out + v * P::kLanes, row.at(v * P::kLanes));
+      } else {
+        for (int64_t i = 0; i < whole; i += P::kLanes) P::store(out + i, row.at(i));
+        if constexpr (P::kLanes > 1) {
+          if (rest > 0) P::store(out + whole, row.at(whole, rest), rest);
+        }
+      }
     }
   }
+}
+
+template <class P, class Row>
+void unpack(const RowGrid& grid) {
+  if constexpr (P::kLanes > 1) {
+    if (grid.dim == P::kLanes) return unpack_grid<P, Row, 1>(grid);
+    if (grid.dim == 2 * P::kLanes) return unpack_grid<P, Row, 2>(grid);
+    if (grid.dim == 4 * P::kLanes) return unpack_grid<P, Row, 4>(grid);
+    if (grid.dim == 8 * P::kLanes) return unpack_grid<P, Row, 8>(grid);
+  }
+  unpack_grid<P, Row, 0>(grid);
 }
 
 // kVectors vectors from lane `start` on; with `valid`, one vector of so many lanes.
@@ -84,6 +104,11 @@ inline void pool_vectors(const RowSum& sum, int64_t start, Valid... valid) {
       if constexpr (kWeighted) value = P::mul(weight, value);
       sums[v] = P::add(sums[v], value);
     }
+  }
+  if (sum.divisor != 0.0f) {
+    const typename P::Float divisor = P::broadcast(sum.divisor);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[v] = P::div(sums[v], divisor);
   }
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) P::store(sum.out + start + v * P::kLanes, sums[v], valid...);

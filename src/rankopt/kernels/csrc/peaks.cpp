@@ -110,6 +110,42 @@ double peak_gather(const at::Tensor& storage, const at::Tensor& offsets,
   });
 }
 
+// Seconds that all threads take to read these rows and to write as many floats of each to its place.
+double peak_gather_write(const at::Tensor& storage, const at::Tensor& offsets,
+                         const at::Tensor& row_bytes, const at::Tensor& places,
+                         const at::Tensor& dims, const at::Tensor& out) {
+  TORCH_CHECK(storage.is_contiguous() && storage.element_size() == 1,
+              "peak_gather_write: storage must be contiguous bytes");
+  TORCH_CHECK(out.is_contiguous() && out.scalar_type() == at::kFloat,
+              "peak_gather_write: out must be contiguous float32");
+  const int64_t num_rows = offsets.numel();
+  for (const at::Tensor* each : {&offsets, &row_bytes, &places, &dims})
+    TORCH_CHECK(each->scalar_type() == at::kLong && each->is_contiguous() &&
+                    each->numel() == num_rows,
+                "peak_gather_write: all that says where rows lie must be contiguous int64, one a row");
+  const GatherWrite work{static_cast<const uint8_t*>(storage.const_data_ptr()),
+                         offsets.const_data_ptr<int64_t>(),
+                         row_bytes.const_data_ptr<int64_t>(),
+                         places.const_data_ptr<int64_t>(),
+                         dims.const_data_ptr<int64_t>(),
+                         out.mutable_data_ptr<float>()};
+  const auto size = static_cast<int64_t>(storage.nbytes());
+  for (int64_t row = 0; row < num_rows; ++row)
+    TORCH_CHECK(work.offsets[row] >= 0 && work.row_bytes[row] >= 0 &&
+                    work.offsets[row] + work.row_bytes[row] <= size && work.places[row] >= -1 &&
+                    work.dims[row] >= 0 && work.places[row] + work.dims[row] <= out.numel(),
+                "peak_gather_write: row ", row, " lies outside the storage or the result");
+  constexpr int64_t kRowsPerThread = 256;
+  const auto start = std::chrono::steady_clock::now();
+  if (num_rows <= kRowsPerThread) {
+    g_sink += peaks().gather_write(work, 0, num_rows);
+    return seconds_since(start);
+  }
+  return on_all_threads([&](int64_t part, int64_t parts) {
+    g_sink += peaks().gather_write(work, num_rows * part / parts, num_rows * (part + 1) / parts);
+  });
+}
+
 }  // namespace
 }  // namespace rankopt
 
@@ -119,4 +155,8 @@ TORCH_LIBRARY_FRAGMENT(rankopt, m) {
   m.def("peak_read(Tensor buffer, int num_rounds) -> float", rankopt::peak_read);
   m.def("peak_gather(Tensor storage, Tensor offsets, Tensor row_bytes) -> float",
         rankopt::peak_gather);
+  m.def(
+      "peak_gather_write(Tensor storage, Tensor offsets, Tensor row_bytes, Tensor places, Tensor "
+      "dims, Tensor(a!) out) -> float",
+      rankopt::peak_gather_write);
 }

@@ -6,6 +6,16 @@
 
 namespace rankopt {
 
+// Rows that lie anywhere, and where as many floats as each holds are written.
+struct GatherWrite {
+  const uint8_t* base;
+  const int64_t* offsets;
+  const int64_t* row_bytes;
+  const int64_t* places;  // floats from `out` on; -1: the row is read only
+  const int64_t* dims;
+  float* out;
+};
+
 // Each compute loop returns the operations it did: a multiply and an add are two. `sink` takes what
 // was computed, so that no compiler can leave it out. `bf16` is null where the CPU has none.
 struct Peaks {
@@ -17,6 +27,7 @@ struct Peaks {
   // Reads rows that lie anywhere, asking for a row some rows before it is read.
   uint64_t (*gather)(const uint8_t* base, const int64_t* offsets, const int64_t* row_bytes,
                      int64_t row_bytes_stride, int64_t num_rows);
+  uint64_t (*gather_write)(const GatherWrite& work, int64_t begin, int64_t end);
 };
 
 // Rows that a gather asks for ahead: about the misses that one core keeps in flight.

@@ -19,6 +19,9 @@ struct Bytes32 {
   static Sum add(Sum sum, const uint8_t* p) {
     return _mm256_add_epi64(sum, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
+  static void store(uint8_t* p, Sum sum) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), sum);
+  }
   static uint64_t fold(Sum sum) {
     alignas(32) uint64_t words[4];
     _mm256_store_si256(reinterpret_cast<__m256i*>(words), sum);
@@ -60,7 +63,8 @@ int64_t int8(int64_t num_rounds, float* sink) {
 }  // namespace
 
 const Peaks& peaks_avx2() {
-  static const Peaks peaks{fp32, int8, nullptr, read_bytes<Bytes32>, gather_rows<Bytes32>};
+  static const Peaks peaks{fp32, int8, nullptr, read_bytes<Bytes32>, gather_rows<Bytes32>,
+                           gather_write_rows<Bytes32>};
   return peaks;
 }
 

@@ -19,6 +19,7 @@ struct Bytes64 {
   static Sum add(Sum sum, const uint8_t* p) {
     return _mm512_add_epi64(sum, _mm512_loadu_si512(p));
   }
+  static void store(uint8_t* p, Sum sum) { _mm512_storeu_si512(p, sum); }
   static uint64_t fold(Sum sum) {
     alignas(64) uint64_t words[8];
     _mm512_store_si512(words, sum);
@@ -61,7 +62,8 @@ int64_t int8(int64_t num_rounds, float* sink) {
 }  // namespace
 
 const Peaks& peaks_avx512() {
-  static const Peaks peaks{fp32, int8, nullptr, read_bytes<Bytes64>, gather_rows<Bytes64>};
+  static const Peaks peaks{fp32, int8, nullptr, read_bytes<Bytes64>, gather_rows<Bytes64>,
+                           gather_write_rows<Bytes64>};
   return peaks;
 }
 

@@ -28,7 +28,8 @@ int64_t int8(int64_t num_rounds, float* sink) {
 const Peaks& peaks_avx512_vnni() {
   static const Peaks peaks{peaks_avx512().fp32, int8,
                            __builtin_cpu_supports("avx512bf16") ? peak_bf16_avx512 : nullptr,
-                           peaks_avx512().read, peaks_avx512().gather};
+                           peaks_avx512().read, peaks_avx512().gather,
+                           peaks_avx512().gather_write};
   return peaks;
 }
 

@@ -40,3 +40,29 @@ uint64_t gather_rows(const uint8_t* base, const int64_t* offsets, const int64_t*
   }
   return total + Vector::fold(sum);
 }
+
+// Reads the same rows, and writes of each, where it has a place, what a lookup would write there: as
+// many floats, of whatever was read.
+template <class Vector>
+uint64_t gather_write_rows(const GatherWrite& work, int64_t begin, int64_t end) {
+  typename Vector::Sum sum = Vector::zero();
+  for (int64_t row = begin; row < end; ++row) {
+    if (row + kGatherAhead < end) {
+      const uint8_t* next = work.base + work.offsets[row + kGatherAhead];
+      const int64_t size = work.row_bytes[row + kGatherAhead];
+      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(next + i);
+    }
+    const uint8_t* bytes = work.base + work.offsets[row];
+    const int64_t size = work.row_bytes[row];
+    int64_t i = 0;
+    for (; i + Vector::kBytes <= size; i += Vector::kBytes) sum = Vector::add(sum, bytes + i);
+    uint64_t rest = 0;
+    for (; i < size; ++i) rest += bytes[i];
+    if (work.places[row] < 0) continue;
+    auto* out = reinterpret_cast<uint8_t*>(work.out + work.places[row]);
+    const int64_t written = work.dims[row] * int64_t{sizeof(float)};
+    for (i = 0; i + Vector::kBytes <= written; i += Vector::kBytes) Vector::store(out + i, sum);
+    for (; i < written; i += 4) __builtin_memcpy(out + i, &rest, 4);
+  }
+  return Vector::fold(sum);
+}

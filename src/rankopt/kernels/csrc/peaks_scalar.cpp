@@ -15,6 +15,7 @@ struct Words {
     __builtin_memcpy(&word, p, sizeof(word));
     return sum + word;
   }
+  static void store(uint8_t* p, Sum sum) { __builtin_memcpy(p, &sum, sizeof(sum)); }
   static uint64_t fold(Sum sum) { return sum; }
 };
 
@@ -44,7 +45,8 @@ int64_t int8(int64_t num_rounds, float* sink) {
 }  // namespace
 
 const Peaks& peaks_scalar() {
-  static const Peaks peaks{fp32, int8, nullptr, read_bytes<Words>, gather_rows<Words>};
+  static const Peaks peaks{fp32, int8, nullptr, read_bytes<Words>, gather_rows<Words>,
+                           gather_write_rows<Words>};
   return peaks;
 }
 
