@@ -16,10 +16,9 @@ from kernel_calls import Dense, Layer, Lookups
 from torch import Tensor
 
 from rankopt.diagnose.rows_read import READERS, RowsRead
-from rankopt.errors import UsageError
+from rankopt.errors import Problem, UsageError
 from rankopt.kernels.lookup import COPY, MEAN, SUM, PlanRow, decode_plan
 from rankopt.kernels.packing import unpack_linear_fp32, unpack_linear_int8
-from rankopt.problems import Problem
 from rankopt.tables import TYPE_CODES
 from rankopt.units import NS_PER_S
 
@@ -171,7 +170,10 @@ def _places_of_sequences(
     return torch.arange(count) * width, torch.full((count,), width), (count, width)
 
 
-PLACES = {"lookup_rows": _places_pooled, "lookup_sequences": _places_of_sequences}
+PLACES: dict[str, Callable[..., tuple[Tensor, Tensor, tuple[int, int]]]] = {
+    "lookup_rows": _places_pooled,
+    "lookup_sequences": _places_of_sequences,
+}
 
 
 def fbgemm_lookups(call: Lookups) -> list[Callable[[], list[Tensor]]]:

@@ -108,6 +108,20 @@ def test_what_is_shipped_covers_the_peer_suite(
     assert load_recipe(shipped.recipe).name == "serve-int8"
 
 
+def test_a_bag_is_written_with_its_last_row(scripts: Callable[[str], Any]) -> None:
+    code = TYPE_CODES["int8"]
+    rows = [
+        PlanRow(SUM, 0, 9, 4, code, 1, source=0),
+        PlanRow(MEAN, 0, 9, 4, code, 5, source=1, offsets=2, length=0),
+    ]
+    inputs = [torch.tensor([3, 4, 5]), torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3, 3])]
+    pooled = scripts("kernel_peers").PLACES["lookup_rows"]
+    places, dims, shape = pooled(torch.empty(0), encode_plan(rows), inputs, 3, 9)
+    assert places.tolist() == [1, 10, 19, -1, -1, 5, 18 + 5]
+    assert dims.tolist() == [4] * 7
+    assert shape == (3, 9)
+
+
 def test_fbgemms_layers_compute_what_ours_do(scripts: Callable[[str], Any], settings: Path) -> None:
     measured, peers = scripts("kernels"), scripts("kernel_peers")
     card = load_card(small.model(settings.parent.parent) / "card.yaml")

@@ -57,6 +57,11 @@ uint64_t gather_write_rows(const GatherWrite& work, int64_t begin, int64_t end) 
     int64_t i = 0;
     for (; i + Vector::kBytes <= size; i += Vector::kBytes) sum = Vector::add(sum, bytes + i);
     uint64_t rest = 0;
+    for (; i + 4 <= size; i += 4) {
+      uint32_t word;
+      __builtin_memcpy(&word, bytes + i, sizeof(word));
+      rest += word;
+    }
     for (; i < size; ++i) rest += bytes[i];
     if (work.places[row] < 0) continue;
     auto* out = reinterpret_cast<uint8_t*>(work.out + work.places[row]);
