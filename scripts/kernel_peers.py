@@ -221,6 +221,11 @@ def _bags(
     if row.length:
         ids = ids.reshape(num_rows, -1)[:, row.column : row.column + row.length]
         return ids.reshape(-1).long(), torch.full((num_rows,), row.length), weights
+    if row.groups:
+        counts = inputs[row.offsets].long().view(row.groups, num_rows)
+        begin = int(counts[: row.column].sum())
+        own = slice(begin, begin + int(counts[row.column].sum()))
+        return ids[own].long(), counts[row.column], None if weights is None else weights[own]
     offsets = inputs[row.offsets].long()
     if len(offsets) == num_rows:
         offsets = torch.cat([offsets, torch.tensor([len(ids)])])
