@@ -11,7 +11,8 @@ from rankopt.kernels.build import load_kernels
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.dead_outputs import drop_dead_outputs
 from rankopt.passes.emit import Emitter
-from rankopt.passes.packed import Packer, PackingError
+from rankopt.passes.packed import Packer
+from rankopt.passes.packed_values import PackingError
 from rankopt.passes.places import fuse_places
 from rankopt.passes.rectangles import find_rectangles, joined_lookups
 
