@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rankopt.data.pieces import Numbered, Piece, numbered
 from rankopt.data.rowsource import BATCH_ROWS, choose_columns, cut, input_files, unreadable
 from rankopt.errors import DataError, Problem
 
@@ -96,19 +97,35 @@ class CriteoSource:
     ) -> Iterator[pa.RecordBatch]:
         return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
 
+    def pieces(self) -> tuple[Piece, ...]:
+        """List the files: a line's place is known only from those before it."""
+        return tuple(map(self._piece, self._files))
+
+    def _piece(self, file: Path) -> Piece:
+        def read(columns: Sequence[str], batch_rows: int) -> Numbered:
+            chosen = choose_columns(self.name, columns, self._columns)
+            return numbered(self._read_file(file, chosen, batch_rows))
+
+        return Piece(str(file), read, size_bytes=file.stat().st_size)
+
     def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         for file in self._files:
-            first_line = 1
-            try:
-                with _open_lines(file, self._options.block_bytes) as reader:
-                    for block in reader:
-                        for piece in cut(block, batch_rows):
-                            lines = piece.column(0)
-                            yield self._parse(lines, columns, str(file), first_line)
-                            first_line += len(lines)
-            except (pa.ArrowException, OSError) as error:
-                hint = "Expected tab-separated text in UTF-8."
-                raise unreadable(str(file), "Criteo lines", error, hint) from error
+            yield from self._read_file(file, columns, batch_rows)
+
+    def _read_file(
+        self, file: Path, columns: list[str], batch_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        first_line = 1
+        try:
+            with _open_lines(file, self._options.block_bytes) as reader:
+                for block in reader:
+                    for piece in cut(block, batch_rows):
+                        lines = piece.column(0)
+                        yield self._parse(lines, columns, str(file), first_line)
+                        first_line += len(lines)
+        except (pa.ArrowException, OSError) as error:
+            hint = "Expected tab-separated text in UTF-8."
+            raise unreadable(str(file), "Criteo lines", error, hint) from error
 
     def _parse(
         self, lines: Any, columns: Sequence[str], where: str, first_line: int
