@@ -295,9 +295,8 @@ def test_an_error_in_a_text_file_names_the_file_and_its_row(tmp_path, card):
 def test_memory_is_bounded_by_the_window_and_not_by_the_file(tmp_path, card):
     num_rows, window_rows = 400_000, 10_000
     rows = pa.table({"row": np.arange(num_rows), "label": np.arange(num_rows) % 2})
-    bags = pa.ListArray.from_arrays(
-        np.arange(num_rows + 1, dtype=np.int32) * 8, rows_of_eight(num_rows)
-    )
+    offsets = np.arange(num_rows + 1, dtype=np.int32) * 8
+    bags = pa.ListArray.from_arrays(offsets, pa.array(np.repeat(np.arange(num_rows), 8)))
     pq.write_table(rows.append_column("bag", bags), tmp_path / "a.parquet", row_group_size=20_000)
     row_bytes = 8 + 8 * 8 + 8 + 8
     source = open_source(tmp_path / "a.parquet")
@@ -318,10 +317,6 @@ def test_memory_is_bounded_by_the_window_and_not_by_the_file(tmp_path, card):
     assert most_arrow < 20_000 * row_bytes * 4
     assert most_python < 8 * window_bytes
     assert 8 * window_bytes < row_bytes * num_rows / 4  # the file is many times larger
-
-
-def rows_of_eight(num_rows: int) -> Any:
-    return pa.array(np.repeat(np.arange(num_rows), 8))
 
 
 def tensor_bytes() -> int:

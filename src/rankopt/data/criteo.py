@@ -79,11 +79,18 @@ class CriteoSource:
         self._path = Path(path)
         self._options = options or CriteoOptions()
         self._files = input_files(path, None)
+        self._keep_missing = False
         self._columns = ((LABEL,) if self._options.labelled else ()) + INTEGERS + CATEGORIES
 
     @property
     def name(self) -> str:
         return str(self._path)
+
+    def keeping_missing(self) -> CriteoSource:
+        """Return the same rows with missing values as nulls."""
+        source = CriteoSource(self._path, self._options)
+        source._keep_missing = True
+        return source
 
     @property
     def num_rows(self) -> int | None:
@@ -137,14 +144,15 @@ class CriteoSource:
             position = self._columns.index(column)
             text = fields.take(pa.array(np.arange(position, len(fields), width)))
             place = _Place(where, column, first_line)
+            missing = np.asarray(pc.equal(text, "")) if self._keep_missing else None
             if column in CATEGORIES:
                 values = _hex_values(text, place)
                 num_ids = np.uint64(self._options.ranges[CATEGORIES.index(column)])
-                arrays.append(pa.array((values % num_ids).astype(np.int64)))
+                arrays.append(pa.array((values % num_ids).astype(np.int64), mask=missing))
             elif column == LABEL:
                 arrays.append(_integers(text, place))
             else:
-                arrays.append(pa.array(self._dense(_integers(text, place))))
+                arrays.append(pa.array(self._dense(_integers(text, place)), mask=missing))
         return pa.RecordBatch.from_arrays(arrays, names=list(columns))
 
     def _dense(self, integers: Any) -> npt.NDArray[np.float32]:

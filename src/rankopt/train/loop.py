@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankopt.data.encode import Rows, iter_rows
+from rankopt.data.report.run import refuse_broken_limits
 from rankopt.data.rowsource import RowSource
 from rankopt.data.splits import Splits
 from rankopt.data.stream import RowStream, StreamSettings
@@ -79,13 +80,15 @@ def train(
 
     Raises:
         CardError: the module cannot be built or does not take the card's inputs.
-        DataError: no training or validation rows, or rows the card does not allow.
+        DataError: no training or validation rows, or rows the card does not allow, `data.limits`
+            included.
         UsageError: the loss became infinite or NaN.
         OutputExistsError: `out` holds a result and `overwrite` is False.
     """
     chosen = settings or card.train
     target = Path(out)
     with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
+        refuse_broken_limits(card, splits)
         trainer = _Trainer(card, splits, chosen, progress or (lambda line: None))
         metrics = trainer.run()
         save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
