@@ -508,14 +508,15 @@ def test_rows_given_are_compared_whole_with_the_cards_train_split(planted, cli, 
     fresh = tmp_path / "fresh.parquet"
     frame(3_000, 9).drop(columns="label").to_parquet(fresh)
     result = cli("data", "report", planted, "--data", fresh, "--out", tmp_path / "out", "--json")
-    assert result.exit_code == 0, result.stderr
+    assert result.exit_code == 3, result.stderr
     told = json.loads(result.stdout)
     assert told["reference"] == "train"
     assert [(s["name"], s["num_rows"]) for s in told["splits"]] == [
         ("train", 8_000), ("data", 3_000),
     ]  # fmt: skip
     assert told["splits"][1]["labels"] == []
-    assert told["verdict"] == "pass"
+    assert told["verdict"] == "inconclusive"
+    assert told["not_judged"] == ["data.limits.label_rate: data has no labels"]
 
 
 def test_a_reference_of_ones_own(planted, tmp_path):
@@ -539,7 +540,14 @@ def test_without_a_train_split_nothing_is_compared_and_that_is_said(card, tmp_pa
     assert (report.reference, report.verdict) == (None, "pass")
     assert "There is no train split" in report.notes[0]
     write_data_report(report, tmp_path)
-    assert "every limit" in (tmp_path / "data.md").read_text().lower()
+    assert "Every limit of the card is kept" in (tmp_path / "data.md").read_text()
+    limits = DataLimits(max_psi=0.1)
+    strict = card.model_copy(update={"data": card.data.model_copy(update={"limits": limits})})
+    report = report_on(strict, frame(500, 1))
+    assert (report.verdict, report.not_judged) == (
+        "inconclusive",
+        ("data.limits.max_psi: there is no reference",),
+    )
 
 
 def test_rows_without_limits_are_not_read_before_training(card):

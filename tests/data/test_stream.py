@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankopt.data.pieces import pieces_of
+from rankopt.data.pieces import count_rows, pieces_of
 from rankopt.data.prefetch import Waits, ahead
 from rankopt.data.rows import Rows
 from rankopt.data.source import CsvSource, FrameSource, ParquetSource, RowSource, open_source
@@ -372,6 +372,25 @@ def test_pieces_cover_every_row_once_with_its_number(tmp_path):
     frame = FrameSource(pd.DataFrame({"row": np.arange(70_000)}))
     assert [piece.num_rows for piece in pieces_of(frame)] == [65_536, 4_464]
     assert isinstance(CsvSource(write(tmp_path / "c", 5, "csv", 0).name), RowSource)
+
+
+def test_lines_of_criteo_are_counted_without_being_parsed(make_card, tmp_path):
+    def line(row: int) -> str:
+        return "\t".join([str(row % 2), *[str(row)] * 13, *[f"{row:x}"] * 26])
+
+    for file, rows in enumerate((range(30), range(30, 37), range(37, 60))):
+        (tmp_path / f"day_{file}").write_text("".join(f"{line(row)}\n" for row in rows))
+    source = open_source(tmp_path, "criteo")
+    assert [count_rows(piece, ["label"]).num_rows for piece in pieces_of(source)] == [30, 7, 23]
+    card = make_card({"name": "ids", "kind": "ids", "columns": ["C1"], "num_ids": 100_000})
+    shares = []
+    for rank in range(3):
+        settings = StreamSettings(batch_size=8, window_rows=10, rank=rank, world_size=3)
+        shares.append(
+            [b.features["ids"].tolist() for b in RowStream(card, source, settings).batches()]
+        )
+    assert [len(share) for share in shares] == [3, 3, 3]
+    assert sorted(row for share in shares for batch in share for row in batch) == list(range(60))
 
 
 # what makes items ahead

@@ -8,7 +8,7 @@ import typer
 
 from rankopt.cli.console import AsJson, Data, Out, Overwrite, Progress, print_json, print_table
 from rankopt.cli.main import command_line
-from rankopt.errors import EXIT_FAIL
+from rankopt.errors import EXIT_FAIL, EXIT_INCONCLUSIVE
 
 if TYPE_CHECKING:
     from rankopt.data.report.schema import SplitReport
@@ -40,7 +40,7 @@ def report(
 ) -> None:
     """Say what each split holds, how far it is from the reference, and whether limits are kept.
 
-    Exits with 1 where the card's data.limits are broken.
+    Exits with 1 where the card's data.limits are broken, with 3 where one could not be judged.
     """
     with Progress() as progress:
         progress.step("loading PyTorch")
@@ -63,11 +63,15 @@ def report(
         rows = [(b.split, b.column, b.limit, b.got, b.allowed) for b in found.breaches]
         if rows:
             print_table(("split", "column", "limit", "found", "allowed"), rows)
+        for line in (*found.not_judged, *found.notes):
+            typer.echo(f"- {line}")
         if found.verdict:
             typer.echo(f"limits: {found.verdict}")
         typer.echo(f"report: {out / 'data.html'}")
-    if found.breaches:
+    if found.verdict == "fail":
         raise typer.Exit(EXIT_FAIL)
+    if found.verdict == "inconclusive":
+        raise typer.Exit(EXIT_INCONCLUSIVE)
 
 
 def _summary(split: SplitReport) -> str:

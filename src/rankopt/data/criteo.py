@@ -113,7 +113,10 @@ class CriteoSource:
             chosen = choose_columns(self.name, columns, self._columns)
             return numbered(self._read_file(file, chosen, batch_rows))
 
-        return Piece(str(file), read, size_bytes=file.stat().st_size)
+        def count() -> int:
+            return sum(block.num_rows for block in self._blocks(file))
+
+        return Piece(str(file), read, size_bytes=file.stat().st_size, count=count)
 
     def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         for file in self._files:
@@ -123,13 +126,17 @@ class CriteoSource:
         self, file: Path, columns: list[str], batch_rows: int
     ) -> Iterator[pa.RecordBatch]:
         first_line = 1
+        for block in self._blocks(file):
+            for piece in cut(block, batch_rows):
+                lines = piece.column(0)
+                yield self._parse(lines, columns, str(file), first_line)
+                first_line += len(lines)
+
+    def _blocks(self, file: Path) -> Iterator[Any]:
+        """Read a file as blocks of whole lines."""
         try:
             with _open_lines(file, self._options.block_bytes) as reader:
-                for block in reader:
-                    for piece in cut(block, batch_rows):
-                        lines = piece.column(0)
-                        yield self._parse(lines, columns, str(file), first_line)
-                        first_line += len(lines)
+                yield from reader
         except (pa.ArrowException, OSError) as error:
             hint = "Expected tab-separated text in UTF-8."
             raise unreadable(str(file), "Criteo lines", error, hint) from error

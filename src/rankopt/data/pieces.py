@@ -30,12 +30,14 @@ class Piece:
         read: given columns and the most rows of a batch, reads its rows with their numbers.
         num_rows: None where only reading it would tell.
         size_bytes: what it takes on the disk; with `num_rows`, what tells changed data.
+        count: counts its rows faster than reading a column would.
     """
 
     where: str
     read: Callable[[Sequence[str], int], Numbered]
     num_rows: int | None = None
     size_bytes: int | None = None
+    count: Callable[[], int] | None = None
 
 
 @runtime_checkable
@@ -69,6 +71,8 @@ def count_rows(piece: Piece, columns: Sequence[str]) -> Piece:
     """Return the piece with its rows counted, by reading one column of it where need be."""
     if piece.num_rows is not None:
         return piece
+    if piece.count is not None:
+        return replace(piece, num_rows=piece.count())
     batches = piece.read(columns[:1], BATCH_ROWS)
     return replace(piece, num_rows=sum(batch.num_rows for batch, _ in batches))
 

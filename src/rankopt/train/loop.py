@@ -88,7 +88,7 @@ def train(
     chosen = settings or card.train
     target = Path(out)
     with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
-        refuse_broken_limits(card, splits)
+        refuse_broken_limits(card, splits, progress)
         trainer = _Trainer(card, splits, chosen, progress or (lambda line: None))
         metrics = trainer.run()
         save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rankopt.data.report.limits import DataLimits
 from rankopt.data.report.schema import Breach, ColumnReport, LabelRate, SplitReport
@@ -21,6 +21,27 @@ def breaches_of(limits: DataLimits, split: SplitReport) -> list[Breach]:
             if not low <= rate.rate <= high:
                 found.append(_label_breach(limits, split, rate, low, high))
     return found
+
+
+def not_judged(
+    limits: DataLimits, splits: Sequence[SplitReport], reference: str | None
+) -> list[str]:
+    """List the limits that nothing could be held against, each with the reason."""
+    reasons = [
+        f"data.limits.{limit}: there is no reference"
+        for limit in ("max_unseen_ids", "max_psi")
+        if getattr(limits, limit) is not None and (reference is None or len(splits) < 2)
+    ]
+    for split in splits:
+        known = {rate.label for rate in split.labels if rate.rate is not None}
+        if limits.label_rate is not None and not known:
+            reasons.append(f"data.limits.label_rate: {split.name} has no labels")
+        else:
+            missing = sorted(set(limits.label_ranges(known)) - known)
+            reasons += [
+                f"data.limits.label_rate.{name}: {split.name} has no such label" for name in missing
+            ]
+    return reasons
 
 
 def problem_of(where: str, breach: Breach) -> Problem:

@@ -99,6 +99,8 @@ def _headline(report: DataReport) -> str:
         return "The card sets no limits for its data."
     if report.verdict == "pass":
         return "Every limit of the card is kept."
+    if report.verdict == "inconclusive":
+        return f"Not every limit could be judged. {'. '.join(report.not_judged)}."
     num = len(report.breaches)
     return f"{num} limit{' is' if num == 1 else 's are'} broken: training refuses these rows."
 

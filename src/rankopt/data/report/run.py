@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rankopt.data.report.check import breaches_of, problem_of
+from rankopt.data.report.check import breaches_of, not_judged, problem_of
 from rankopt.data.report.collect import collect
 from rankopt.data.report.schema import Breach, DataReport, SplitReport
 from rankopt.data.rowsource import RowSource
@@ -57,22 +57,26 @@ def report_on(
     splits = collect(card, compared.sources, compared.reference, progress)
     limits = card.data.limits
     breaches = _breaches(card, splits)
+    unjudged = not_judged(limits, splits, compared.reference) if limits else []
     command = f"rankopt data report {card.where} --out DIR"
     return DataReport(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         model=card.name,
-        verdict=None if limits is None else "fail" if breaches else "pass",
+        verdict=None if limits is None else _verdict(breaches, unjudged),
         reference=compared.reference,
         splits=splits,
         limits=limits,
         breaches=tuple(breaches),
+        not_judged=tuple(unjudged),
         notes=compared.notes,
         environment=collect_environment().model_dump(mode="json"),
         reproduce=reproduce or command,
     )
 
 
-def refuse_broken_limits(card: ModelCard, splits: Splits) -> None:
+def refuse_broken_limits(
+    card: ModelCard, splits: Splits, progress: Callable[[str], None] | None = None
+) -> None:
     """Hold the rows against `data.limits`, where the card sets any; this reads all of them once.
 
     Raises:
@@ -83,9 +87,19 @@ def refuse_broken_limits(card: ModelCard, splits: Splits) -> None:
         return
     sources = _named(splits)
     reference = "train" if "train" in sources else None
-    breaches = _breaches(card, collect(card, sources, reference))
+    tell = progress or (lambda line: None)
+    found = collect(card, sources, reference, lambda line: tell(f"limits of the data: {line}"))
+    breaches = _breaches(card, found)
     if breaches:
         raise DataError(problems=[problem_of(card.where, breach) for breach in breaches])
+
+
+def _verdict(
+    breaches: list[Breach], unjudged: list[str]
+) -> Literal["pass", "fail", "inconclusive"]:
+    if breaches:
+        return "fail"
+    return "inconclusive" if unjudged else "pass"
 
 
 def _breaches(card: ModelCard, splits: tuple[SplitReport, ...]) -> list[Breach]:

@@ -172,12 +172,14 @@ class DataReport(_Frozen):
 
     made_at: str
     model: str
-    verdict: Literal["pass", "fail"] | None
-    """None where the card sets no limit."""
+    verdict: Literal["pass", "fail", "inconclusive"] | None
+    """None where the card sets no limit; inconclusive where one could not be judged."""
     reference: str | None
     splits: tuple[SplitReport, ...]
     limits: DataLimits | None
     breaches: tuple[Breach, ...]
+    not_judged: tuple[str, ...]
+    """Limits that nothing could be held against, each with the reason."""
     notes: tuple[str, ...]
     environment: dict[str, Any]
     reproduce: str
