@@ -85,7 +85,7 @@ def page_of(report: DataReport) -> Page:
         facts += flatten(report.limits.model_dump(mode="json", exclude_none=True), "limits")
     return Page(
         title=f"Data of {report.model}",
-        headline=_headline(report),
+        headline=f"{_headline(report)} {_largest_drift(report)}",
         tiles=[_tile(split) for split in report.splits],
         breaches=Table("Broken limits", BREACH_HEADINGS, rows) if rows else None,
         sections=[_section(report, split) for split in report.splits],
@@ -103,6 +103,20 @@ def _headline(report: DataReport) -> str:
         return f"Not every limit could be judged. {'. '.join(report.not_judged)}."
     num = len(report.breaches)
     return f"{num} limit{' is' if num == 1 else 's are'} broken: training refuses these rows."
+
+
+def _largest_drift(report: DataReport) -> str:
+    found = [
+        (drift.psi, column.column, split.name)
+        for split in report.splits
+        for column, drift in _drifted(split)
+        if drift.psi > WORTH_A_LOOK * drift.noise
+    ]
+    if not found:
+        compared = report.reference is not None and len(report.splits) > 1
+        return "No column drifts beyond chance." if compared else "Nothing was compared."
+    psi, column, split_name = max(found)
+    return f"The largest drift is that of {column} in {split_name}: PSI {psi:.3g}."
 
 
 def _tile(split: SplitReport) -> tuple[str, str, str]:
@@ -143,6 +157,8 @@ def _summary(split: SplitReport) -> str:
     text += f" {about}{requests.num_requests:,} requests by {requests.key}"
     if requests.mean is None:
         return f"{text}."
+    if requests.max == 1:
+        return f"{text}, of one row each."
     text += (
         f": {requests.mean:.3g} rows each on average, {requests.p50:,} in the middle, "
         f"{requests.p99:,} at the 99th percentile"
