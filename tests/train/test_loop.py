@@ -128,6 +128,16 @@ def test_small_windows_and_several_evaluations_train_as_well(planted, tmp_path):
     assert result.metrics["test"]["click"]["ne"] < 0.9
 
 
+def test_rows_made_ahead_of_the_step_change_no_weight_and_their_wait_is_told(planted, tmp_path):
+    update = {"window_rows": 3_000, "epochs": 2, "patience": 9}
+    for prefetch in (0, 3):
+        settings = SETTINGS.model_copy(update={**update, "prefetch": prefetch})
+        result = train(make_card(), splits_of(planted[0]), tmp_path / str(prefetch), settings)
+        assert 0 < result.metrics["data_wait_s"] < result.metrics["duration_s"]
+    first, second = (load_file(tmp_path / n / "checkpoint.safetensors") for n in "03")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_training_stops_when_validation_gets_no_better(planted, tmp_path):
     folder = planted[0]
     shuffled = pd.read_parquet(folder / "validation.parquet")

@@ -47,6 +47,7 @@ VERBS = (
     Verb("doctor", "Check this machine and its packages; each problem comes with its fix."),
     Verb("recipes", "List, show and check recipes and the kinds of pass they are made of."),
     Verb("card", "Write a first model card by looking at a module."),
+    Verb("data", "Report on a card's rows: nulls, ids, drift, labels, and their limits."),
     Verb("train", "Train a model card's module to a checkpoint."),
     Verb("optimize", "Apply a recipe to a trained model; the result is an artifact folder."),
     Verb("ab", "Compare two arms on the same rows: quality, latency, size, cost."),

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rankopt.data.pieces import Numbered, Piece, numbered
 from rankopt.data.rowsource import BATCH_ROWS, choose_columns, cut, input_files, unreadable
 from rankopt.errors import DataError, Problem
 
@@ -78,11 +79,18 @@ class CriteoSource:
         self._path = Path(path)
         self._options = options or CriteoOptions()
         self._files = input_files(path, None)
+        self._keep_missing = False
         self._columns = ((LABEL,) if self._options.labelled else ()) + INTEGERS + CATEGORIES
 
     @property
     def name(self) -> str:
         return str(self._path)
+
+    def keeping_missing(self) -> CriteoSource:
+        """Return the same rows with missing values as nulls."""
+        source = CriteoSource(self._path, self._options)
+        source._keep_missing = True
+        return source
 
     @property
     def num_rows(self) -> int | None:
@@ -96,19 +104,42 @@ class CriteoSource:
     ) -> Iterator[pa.RecordBatch]:
         return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
 
+    def pieces(self) -> tuple[Piece, ...]:
+        """List the files: a line's place is known only from those before it."""
+        return tuple(map(self._piece, self._files))
+
+    def _piece(self, file: Path) -> Piece:
+        def read(columns: Sequence[str], batch_rows: int) -> Numbered:
+            chosen = choose_columns(self.name, columns, self._columns)
+            return numbered(self._read_file(file, chosen, batch_rows))
+
+        def count() -> int:
+            return sum(block.num_rows for block in self._blocks(file))
+
+        return Piece(str(file), read, size_bytes=file.stat().st_size, count=count)
+
     def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         for file in self._files:
-            first_line = 1
-            try:
-                with _open_lines(file, self._options.block_bytes) as reader:
-                    for block in reader:
-                        for piece in cut(block, batch_rows):
-                            lines = piece.column(0)
-                            yield self._parse(lines, columns, str(file), first_line)
-                            first_line += len(lines)
-            except (pa.ArrowException, OSError) as error:
-                hint = "Expected tab-separated text in UTF-8."
-                raise unreadable(str(file), "Criteo lines", error, hint) from error
+            yield from self._read_file(file, columns, batch_rows)
+
+    def _read_file(
+        self, file: Path, columns: list[str], batch_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        first_line = 1
+        for block in self._blocks(file):
+            for piece in cut(block, batch_rows):
+                lines = piece.column(0)
+                yield self._parse(lines, columns, str(file), first_line)
+                first_line += len(lines)
+
+    def _blocks(self, file: Path) -> Iterator[Any]:
+        """Read a file as blocks of whole lines."""
+        try:
+            with _open_lines(file, self._options.block_bytes) as reader:
+                yield from reader
+        except (pa.ArrowException, OSError) as error:
+            hint = "Expected tab-separated text in UTF-8."
+            raise unreadable(str(file), "Criteo lines", error, hint) from error
 
     def _parse(
         self, lines: Any, columns: Sequence[str], where: str, first_line: int
@@ -120,14 +151,15 @@ class CriteoSource:
             position = self._columns.index(column)
             text = fields.take(pa.array(np.arange(position, len(fields), width)))
             place = _Place(where, column, first_line)
+            missing = np.asarray(pc.equal(text, "")) if self._keep_missing else None
             if column in CATEGORIES:
                 values = _hex_values(text, place)
                 num_ids = np.uint64(self._options.ranges[CATEGORIES.index(column)])
-                arrays.append(pa.array((values % num_ids).astype(np.int64)))
+                arrays.append(pa.array((values % num_ids).astype(np.int64), mask=missing))
             elif column == LABEL:
                 arrays.append(_integers(text, place))
             else:
-                arrays.append(pa.array(self._dense(_integers(text, place))))
+                arrays.append(pa.array(self._dense(_integers(text, place)), mask=missing))
         return pa.RecordBatch.from_arrays(arrays, names=list(columns))
 
     def _dense(self, integers: Any) -> npt.NDArray[np.float32]:

@@ -39,7 +39,7 @@ from rankopt.models.id_ranges import into_range
 from rankopt.models.inputs import OutOfRange, PackedColumn
 from rankopt.models.serving import pad
 
-__all__ = ["Rows", "encode", "iter_rows", "load_rows"]
+__all__ = ["Rows", "encode", "iter_rows", "load_rows", "wanted_columns"]
 
 _Mask = npt.NDArray[np.bool_]
 _Ints = npt.NDArray[np.int64]
@@ -88,7 +88,7 @@ def iter_rows(
     Raises:
         DataError: no rows, or whatever `encode` refuses.
     """
-    columns = _wanted(card, source.column_names(), source.name, with_labels)
+    columns = wanted_columns(card, source.column_names(), source.name, with_labels)
     num_rows = 0
     for batch, numbers in numbered_batches(source, columns, batch_rows):
         if batch.num_rows:
@@ -129,7 +129,7 @@ def encode(
             or a label is not 0 or 1. Everything wrong with the batch is listed, each with its
             first row, counted from 0.
     """
-    columns = _wanted(card, batch.schema.names, source_name, with_labels)
+    columns = wanted_columns(card, batch.schema.names, source_name, with_labels)
     numbers = np.arange(batch.num_rows) if row_numbers is None else row_numbers
     reader = _Reader(batch, source_name, numbers)
     features: dict[str, Tensor] = {}
@@ -153,7 +153,14 @@ def encode(
     return Rows(features, labels, clusters, batch.num_rows, bag_counts(card))
 
 
-def _wanted(card: ModelCard, present: Any, source_name: str, with_labels: bool) -> list[str]:
+def wanted_columns(
+    card: ModelCard, present: Any, source_name: str, with_labels: bool = True
+) -> list[str]:
+    """List the columns that a card needs: inputs, labels, and the request key.
+
+    Raises:
+        DataError: a column is missing.
+    """
     names = list(card.data_columns)
     key = card.data.request_key
     if with_labels:

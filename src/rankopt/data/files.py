@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
+from rankopt.data.pieces import Numbered, Piece, numbered
 from rankopt.data.rowsource import (
     BATCH_ROWS,
     choose_columns,
@@ -41,12 +43,12 @@ class ParquetSource:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._files = input_files(path, PARQUET_SUFFIXES)
-        self._num_rows = 0
+        self._groups: list[_RowGroup] = []
         self._columns: tuple[str, ...] = ()
         for index, file in enumerate(self._files):
             with _parquet(file) as reader:
                 names = tuple(reader.schema_arrow.names)
-                self._num_rows += reader.metadata.num_rows
+                self._groups += _row_groups(file, reader.metadata, self.num_rows)
             refuse_twice_named(str(file), names)
             if index == 0:
                 self._columns = names
@@ -61,7 +63,7 @@ class ParquetSource:
 
     @property
     def num_rows(self) -> int:
-        return self._num_rows
+        return self._groups[-1].stop_row if self._groups else 0
 
     def column_names(self) -> tuple[str, ...]:
         return self._columns
@@ -71,14 +73,54 @@ class ParquetSource:
     ) -> Iterator[pa.RecordBatch]:
         return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
 
+    def pieces(self) -> tuple[Piece, ...]:
+        """List the row groups of all files."""
+        return tuple(self._piece(group) for group in self._groups if group.num_rows)
+
+    def _piece(self, group: _RowGroup) -> Piece:
+        def read(columns: Sequence[str], batch_rows: int) -> Numbered:
+            chosen = choose_columns(self.name, columns, self._columns)
+            batches = _read_groups(group.file, chosen, batch_rows, [group.index])
+            return numbered(batches, group.first_row)
+
+        return Piece(self.name, read, group.num_rows, group.size_bytes)
+
     def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         for file in self._files:
-            with _parquet(file) as reader:
-                try:
-                    for batch in reader.iter_batches(batch_size=batch_rows, columns=columns):
-                        yield batch.select(columns)
-                except (pa.ArrowException, OSError) as error:
-                    raise unreadable(str(file), "parquet", error, _PARQUET_HINT) from error
+            yield from _read_groups(file, columns, batch_rows)
+
+
+@dataclass(frozen=True)
+class _RowGroup:
+    file: Path
+    index: int
+    first_row: int
+    num_rows: int
+    size_bytes: int
+
+    @property
+    def stop_row(self) -> int:
+        return self.first_row + self.num_rows
+
+
+def _row_groups(file: Path, metadata: Any, first_row: int) -> Iterator[_RowGroup]:
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        yield _RowGroup(file, index, first_row, group.num_rows, group.total_byte_size)
+        first_row += group.num_rows
+
+
+def _read_groups(
+    file: Path, columns: list[str], batch_rows: int, row_groups: list[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    with _parquet(file) as reader:
+        try:
+            for batch in reader.iter_batches(
+                batch_size=batch_rows, columns=columns, row_groups=row_groups
+            ):
+                yield batch.select(columns)
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(str(file), "parquet", error, _PARQUET_HINT) from error
 
 
 def _parquet(file: Path) -> Any:
@@ -146,15 +188,31 @@ class CsvSource:
     ) -> Iterator[pa.RecordBatch]:
         return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
 
+    def pieces(self) -> tuple[Piece, ...]:
+        """List the files: a line's place is known only from those before it."""
+        return tuple(map(self._piece, self._files))
+
+    def _piece(self, file: Path) -> Piece:
+        def read(columns: Sequence[str], batch_rows: int) -> Numbered:
+            chosen = choose_columns(self.name, columns, self._columns)
+            return numbered(self._read_file(file, chosen, batch_rows))
+
+        return Piece(str(file), read, size_bytes=file.stat().st_size)
+
     def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         for file in self._files:
-            try:
-                with self._open(file, columns) as reader:
-                    for block in reader:
-                        yield from cut(self._with_lists(block), batch_rows)
-            except (pa.ArrowException, OSError) as error:
-                hint = "Mend the line, or set delimiter and block_bytes in data.options."
-                raise unreadable(str(file), "csv", error, hint) from error
+            yield from self._read_file(file, columns, batch_rows)
+
+    def _read_file(
+        self, file: Path, columns: list[str], batch_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        try:
+            with self._open(file, columns) as reader:
+                for block in reader:
+                    yield from cut(self._with_lists(block), batch_rows)
+        except (pa.ArrowException, OSError) as error:
+            hint = "Mend the line, or set delimiter and block_bytes in data.options."
+            raise unreadable(str(file), "csv", error, hint) from error
 
     def _with_lists(self, block: Any) -> Any:
         lists = self._options.list_columns

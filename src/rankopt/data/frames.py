@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from rankopt.data.pieces import Numbered, Piece, numbered
 from rankopt.data.rowsource import BATCH_ROWS, choose_columns, cut, refuse_twice_named
 from rankopt.errors import DataError, Problem
 
@@ -43,10 +44,26 @@ class FrameSource:
     ) -> Iterator[pa.RecordBatch]:
         return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
 
-    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+    def pieces(self) -> tuple[Piece, ...]:
+        """List ranges of rows."""
+        return tuple(map(self._piece, range(0, len(self._frame), BATCH_ROWS)))
+
+    def _piece(self, start: int) -> Piece:
+        stop = min(start + BATCH_ROWS, len(self._frame))
+
+        def read(columns: Sequence[str], batch_rows: int) -> Numbered:
+            chosen = choose_columns(self.name, columns, self._columns)
+            return numbered(self._read(chosen, batch_rows, start, stop), start)
+
+        return Piece(self.name, read, stop - start)
+
+    def _read(
+        self, columns: list[str], batch_rows: int, first: int = 0, end: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
         positions = [self._columns.index(column) for column in columns]
-        for start in range(0, len(self._frame), batch_rows):
-            piece = self._frame.iloc[start : start + batch_rows]
+        end = len(self._frame) if end is None else end
+        for start in range(first, end, batch_rows):
+            piece = self._frame.iloc[start : min(start + batch_rows, end)]
             arrays = [
                 self._array(piece.iloc[:, position], column, start)
                 for position, column in zip(positions, columns, strict=True)

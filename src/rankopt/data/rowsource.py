@@ -62,6 +62,15 @@ class NumberedSource(Protocol):
         ...
 
 
+@runtime_checkable
+class FillsMissing(Protocol):
+    """A source that puts values in the place of missing ones, and can be told not to."""
+
+    def keeping_missing(self) -> RowSource:
+        """Return the same rows with what is missing left missing."""
+        ...
+
+
 def numbered_batches(
     source: RowSource, columns: Sequence[str], batch_rows: int
 ) -> Iterator[tuple[pa.RecordBatch, npt.NDArray[np.int64]]]:

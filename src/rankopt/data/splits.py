@@ -19,7 +19,13 @@ import pyarrow as pa
 from rankopt.data.criteo import CATEGORIES, CriteoOptions
 from rankopt.data.files import CsvOptions
 from rankopt.data.hashing import as_fraction, mix, stable_hash
-from rankopt.data.rowsource import BATCH_ROWS, RowSource, choose_columns, numbered_batches
+from rankopt.data.rowsource import (
+    BATCH_ROWS,
+    FillsMissing,
+    RowSource,
+    choose_columns,
+    numbered_batches,
+)
 from rankopt.data.source import format_by_name, open_source, read_options
 from rankopt.errors import CardError, DataError, Problem
 from rankopt.models.card import IdsInput, KjtInput, ModelCard, PackedInput, RaggedIdsInput
@@ -71,6 +77,13 @@ class HashSplitSource:
 
     def column_names(self) -> tuple[str, ...]:
         return self._source.column_names()
+
+    def keeping_missing(self) -> HashSplitSource:
+        """Return the same rows with what the source fills in left missing."""
+        source = self._source
+        if isinstance(source, FillsMissing):
+            source = source.keeping_missing()
+        return HashSplitSource(source, self._key, self._low, self._high, self._label)
 
     def batches(
         self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS

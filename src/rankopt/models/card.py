@@ -12,7 +12,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from rankopt.errors import CardError, Problem
+from rankopt.data.report.limits import DataLimits
+from rankopt.errors import CardError, Problem, nearest
 from rankopt.models.inputs import (
     DenseInput,
     IdsInput,
@@ -72,6 +73,12 @@ class DataSpec(Strict):
     test: str | None = None
     request_key: str | None = None
     """The column whose rows belong to one request or user: the unit of the statistics."""
+    time_column: str | None = None
+    """When each row was: times, dates, ISO text, or numbers since 1970."""
+    time_unit: Literal["s", "ms", "us", "ns"] = "s"
+    """Of a time column that holds numbers."""
+    limits: DataLimits | None = None
+    """What training refuses to begin with, and `rankopt data report` holds the rows against."""
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -121,6 +128,17 @@ class ModelCard(Strict):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{kind} must have different names; {twice} stand twice")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_name_columns(self) -> ModelCard:
+        known = {*self.data_columns, *self.labels}
+        for column in self.data.limits.columns if self.data.limits else ():
+            if column not in known:
+                raise ValueError(
+                    f"data.limits names column {column!r}, which no input or output reads. "
+                    f"{nearest(column, known)}"
+                )
         return self
 
     @property

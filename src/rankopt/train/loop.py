@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankopt.data.encode import Rows, iter_rows, load_rows
+from rankopt.data.encode import Rows, iter_rows
+from rankopt.data.report.run import refuse_broken_limits
 from rankopt.data.rowsource import RowSource
 from rankopt.data.splits import Splits
+from rankopt.data.stream import RowStream, StreamSettings
 from rankopt.errors import CardError, DataError, Problem, UsageError
 from rankopt.models.build import check_forward_signature, make_module
 from rankopt.models.card import ModelCard
@@ -33,6 +35,7 @@ from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entro
 from rankopt.train.optimizers import make_optimizers
 from rankopt.train.relocate import write_card
 from rankopt.train.settings import TrainSettings
+from rankopt.units import NS_PER_S
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 EVALUATION_BATCH = 4096
@@ -77,13 +80,15 @@ def train(
 
     Raises:
         CardError: the module cannot be built or does not take the card's inputs.
-        DataError: no training or validation rows, or rows the card does not allow.
+        DataError: no training or validation rows, or rows the card does not allow, `data.limits`
+            included.
         UsageError: the loss became infinite or NaN.
         OutputExistsError: `out` holds a result and `overwrite` is False.
     """
     chosen = settings or card.train
     target = Path(out)
     with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
+        refuse_broken_limits(card, splits, progress)
         trainer = _Trainer(card, splits, chosen, progress or (lambda line: None))
         metrics = trainer.run()
         save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
@@ -127,8 +132,9 @@ class _Trainer:
             raise CardError(problems=problems)
         self.serving = ServingModule(card, self.module)
         self.optimizers = make_optimizers(self.module, settings)
-        self.shuffle = np.random.default_rng(settings.seed)
-        self.windows = _Windows(card, self.train_source, settings.window_rows)
+        names = {"batch_size", "window_rows", "seed", "prefetch"}
+        chosen = StreamSettings(**settings.model_dump(include=names))
+        self.windows = RowStream(card, self.train_source, chosen)
         self.curve: list[dict[str, float | int]] = []
         self.best: dict[str, Tensor] = {}
         self.best_ne = float("inf")
@@ -156,6 +162,7 @@ class _Trainer:
             "num_rows_seen": self.num_rows_seen,
             "num_parameters": sum(p.numel() for p in self.module.parameters()),
             "duration_s": round(duration_s, 3),
+            "data_wait_s": round(self.windows.waits.total_ns / NS_PER_S, 3),
             "num_threads": torch.get_num_threads(),
             "torch_version": torch.__version__,
             "data": self.splits.description,
@@ -165,11 +172,11 @@ class _Trainer:
         """Go once over the training rows; True when the patience ran out."""
         losses: list[float] = []
         parts = self.settings.evaluations_per_epoch
-        num_total = self.windows.num_rows or self.train_source.num_rows
+        num_total = self.windows.num_rows
         marks = [num_total * part / parts for part in range(1, parts)] if num_total else []
         num_done = 0
         self.serving.train()
-        for batch in self.windows.batches(self.shuffle, self.settings.batch_size):
+        for batch in self.windows.batches():
             losses.append(self._step(batch, epoch))
             num_done += batch.num_rows
             if marks and num_done >= marks[0]:
@@ -240,32 +247,6 @@ class _Trainer:
     def _judge(self, source: RowSource, limit: int | None = None) -> Metrics:
         self.serving.eval()
         return judge(self.card, self.serving, source, limit=limit)
-
-
-class _Windows:
-    """Training rows in shuffled windows; a split that fits into one window is read once."""
-
-    def __init__(self, card: ModelCard, source: RowSource, window_rows: int) -> None:
-        self.card = card
-        self.source = source
-        self.window_rows = window_rows
-        fits = source.num_rows is not None and source.num_rows <= window_rows
-        self.rows = load_rows(card, source) if fits else None
-        self.num_rows = self.rows.num_rows if self.rows else None
-
-    def batches(self, shuffle: np.random.Generator, batch_size: int) -> Iterator[Rows]:
-        for window in self._windows():
-            order = shuffle.permutation(window.num_rows)
-            for start in range(0, window.num_rows, batch_size):
-                chosen = order[start : start + batch_size]
-                if len(chosen) > 1:  # batch statistics need two rows
-                    yield window.take(chosen)
-
-    def _windows(self) -> Iterator[Rows]:
-        if self.rows is not None:
-            yield self.rows
-            return
-        yield from iter_rows(self.card, self.source, self.window_rows)
 
 
 def judge(

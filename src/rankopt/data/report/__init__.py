@@ -1,0 +1,1 @@
+"""What rows hold, and how they differ from others: nulls, ids, drift, labels, requests."""
