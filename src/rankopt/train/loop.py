@@ -18,21 +18,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from rankopt.data.encode import Rows, iter_rows, load_rows
+from rankopt.data.encode import Rows, iter_rows
 from rankopt.data.rowsource import RowSource
 from rankopt.data.splits import Splits
-from rankopt.errors import CardError, DataError, Problem, UsageError
+from rankopt.environment import collect_environment
+from rankopt.errors import CardError, DataError, Problem
 from rankopt.models.build import check_forward_signature, make_module
 from rankopt.models.card import ModelCard
 from rankopt.models.checkpoint import save_checkpoint
 from rankopt.models.serving import ServingModule
 from rankopt.output import staged_output, write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
-from rankopt.train.optimizers import make_optimizers
+from rankopt.recipe import Recipe
+from rankopt.train.feed import Windows, prefetched
+from rankopt.train.meter import StepMeter
+from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
 from rankopt.train.settings import TrainSettings
+from rankopt.train.setup import apply_passes, plain_setup
+from rankopt.train.step import Step
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 EVALUATION_BATCH = 4096
@@ -63,6 +68,7 @@ def train(
     settings: TrainSettings | None = None,
     progress: Callable[[str], None] | None = None,
     *,
+    recipe: Recipe | None = None,
     overwrite: bool = False,
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
@@ -73,18 +79,21 @@ def train(
         out: the folder to write, whole or not at all.
         settings: how to train.
         progress: called with one line per evaluation.
+        recipe: training passes that change how steps are made; None for plain PyTorch.
         overwrite: replace an earlier result.
 
     Raises:
+        RecipeError: the recipe holds other than training passes, or cannot work here.
         CardError: the module cannot be built or does not take the card's inputs.
         DataError: no training or validation rows, or rows the card does not allow.
         UsageError: the loss became infinite or NaN.
         OutputExistsError: `out` holds a result and `overwrite` is False.
     """
     chosen = settings or card.train
+    require_sound(recipe, card)
     target = Path(out)
     with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
-        trainer = _Trainer(card, splits, chosen, progress or (lambda line: None))
+        trainer = _Trainer(card, splits, chosen, progress or (lambda line: None), recipe)
         metrics = trainer.run()
         save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
         write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
@@ -115,25 +124,33 @@ class _Trainer:
         splits: Splits,
         settings: TrainSettings,
         progress: Callable[[str], None],
+        recipe: Recipe | None,
     ) -> None:
         self.card = card
         self.splits = splits
         self.settings = settings
         self.progress = progress
+        self.recipe = recipe
         self.train_source, self.validation = _required(card, splits)
         self.module = make_module(card)
         problems = check_forward_signature(card, self.module)
         if problems:
             raise CardError(problems=problems)
         self.serving = ServingModule(card, self.module)
-        self.optimizers = make_optimizers(self.module, settings)
+        setup = plain_setup(card, settings, collect_environment(), self.serving)
+        self.setup, self.passes = apply_passes(setup, training_passes(recipe))
+        self.step = Step(self.setup)
         self.shuffle = np.random.default_rng(settings.seed)
-        self.windows = _Windows(card, self.train_source, settings.window_rows)
+        self.windows = Windows(card, self.train_source, settings.window_rows)
         self.curve: list[dict[str, float | int]] = []
         self.best: dict[str, Tensor] = {}
         self.best_ne = float("inf")
         self.num_worse = 0
-        self.num_rows_seen = 0
+        self.meter = StepMeter()
+
+    @property
+    def num_rows_seen(self) -> int:
+        return self.step.num_rows_seen
 
     def run(self) -> dict[str, Any]:
         """Train until the epochs or the patience run out; load the best weights; measure all."""
@@ -143,6 +160,7 @@ class _Trainer:
                 break
         self.module.load_state_dict(self.best)
         duration_s = time.perf_counter() - started
+        steps = self.meter.summary()
         judged = {
             "train": self._judge(self.train_source, limit=MAX_TRAIN_ROWS_JUDGED),
             "validation": self._judge(self.validation),
@@ -156,6 +174,9 @@ class _Trainer:
             "num_rows_seen": self.num_rows_seen,
             "num_parameters": sum(p.numel() for p in self.module.parameters()),
             "duration_s": round(duration_s, 3),
+            "steps": steps,
+            "recipe": None if self.recipe is None else self.recipe.name,
+            "passes": [record.model_dump(mode="json", exclude_none=True) for record in self.passes],
             "num_threads": torch.get_num_threads(),
             "torch_version": torch.__version__,
             "data": self.splits.description,
@@ -169,8 +190,8 @@ class _Trainer:
         marks = [num_total * part / parts for part in range(1, parts)] if num_total else []
         num_done = 0
         self.serving.train()
-        for batch in self.windows.batches(self.shuffle, self.settings.batch_size):
-            losses.append(self._step(batch, epoch))
+        for batch in self._batches():
+            losses.append(self._step(batch))
             num_done += batch.num_rows
             if marks and num_done >= marks[0]:
                 marks.pop(0)
@@ -179,28 +200,14 @@ class _Trainer:
                 losses = []
         return bool(losses) and self._evaluate(epoch, losses)
 
-    def _step(self, batch: Rows, epoch: int) -> float:
-        scores = self.serving(*[batch.features[name] for name in self.card.tensor_names])
-        loss = torch.stack(
-            [
-                _loss(score, batch.labels[output.label], output.activation)
-                for score, output in zip(scores, self.card.outputs, strict=True)
-            ]
-        ).sum()
-        value = float(loss.detach())
-        if not np.isfinite(value):
-            problem = Problem(
-                f"{self.card.where}: train",
-                f"the loss became {value} in epoch {epoch} after {self.num_rows_seen:,} rows",
-                hint="Lower the learning rate, or look for extreme values in the dense columns.",
-            )
-            raise UsageError(problems=[problem])
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.num_rows_seen += batch.num_rows
+    def _batches(self) -> Iterator[Rows]:
+        batches = self.windows.batches(self.shuffle, self.settings.batch_size)
+        depth = self.setup.num_prefetched
+        return self.meter.waiting(prefetched(batches, depth) if depth else batches)
+
+    def _step(self, batch: Rows) -> float:
+        value, step_ns = self.step.timed(batch)
+        self.meter.add(step_ns, batch.num_rows)
         return value
 
     def _evaluate(self, epoch: int, losses: list[float]) -> bool:
@@ -240,32 +247,6 @@ class _Trainer:
     def _judge(self, source: RowSource, limit: int | None = None) -> Metrics:
         self.serving.eval()
         return judge(self.card, self.serving, source, limit=limit)
-
-
-class _Windows:
-    """Training rows in shuffled windows; a split that fits into one window is read once."""
-
-    def __init__(self, card: ModelCard, source: RowSource, window_rows: int) -> None:
-        self.card = card
-        self.source = source
-        self.window_rows = window_rows
-        fits = source.num_rows is not None and source.num_rows <= window_rows
-        self.rows = load_rows(card, source) if fits else None
-        self.num_rows = self.rows.num_rows if self.rows else None
-
-    def batches(self, shuffle: np.random.Generator, batch_size: int) -> Iterator[Rows]:
-        for window in self._windows():
-            order = shuffle.permutation(window.num_rows)
-            for start in range(0, window.num_rows, batch_size):
-                chosen = order[start : start + batch_size]
-                if len(chosen) > 1:  # batch statistics need two rows
-                    yield window.take(chosen)
-
-    def _windows(self) -> Iterator[Rows]:
-        if self.rows is not None:
-            yield self.rows
-            return
-        yield from iter_rows(self.card, self.source, self.window_rows)
 
 
 def judge(
@@ -308,13 +289,6 @@ def _metrics(prob_N: np.ndarray, labels_N: np.ndarray) -> dict[str, float | int 
     }
     known = {name: value if np.isfinite(value) else None for name, value in values.items()}
     return {**known, "num_rows": len(labels_N)}
-
-
-def _loss(score_B: Tensor, labels: np.ndarray, activation: str) -> Tensor:
-    target_B = torch.as_tensor(labels, dtype=torch.float32)
-    if activation == "logit":
-        return F.binary_cross_entropy_with_logits(score_B.float(), target_B)
-    return F.binary_cross_entropy(score_B.float(), target_B)
 
 
 def _required(card: ModelCard, splits: Splits) -> tuple[RowSource, RowSource]:
