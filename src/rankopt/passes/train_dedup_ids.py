@@ -24,12 +24,13 @@ class TrainDedupIds(TrainingPass):
     """
 
     kind: ClassVar[str] = "train_dedup_ids"
+    provides: ClassVar[frozenset[str]] = frozenset({"distinct_ids"})
 
     def set_up(self, setup: TrainingSetup) -> TrainingSetup:
         """Change the tables that are not fused."""
         from rankopt.train.distinct_ids import look_up_once
 
-        names, notes = look_up_once(setup.module)
+        names, notes = look_up_once(setup.module, setup.fused_parameters)
         setup.notes.extend(notes)
         if setup.fused_tables is not None:
             setup.note("fused tables bring equal ids together in their own step")

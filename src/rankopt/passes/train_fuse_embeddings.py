@@ -42,6 +42,7 @@ class TrainFuseEmbeddings(TrainingPass):
     """
 
     kind: ClassVar[str] = "train_fuse_embeddings"
+    forbids: ClassVar[frozenset[str]] = frozenset({"distinct_ids"})
 
     optimizer: Literal["adagrad", "rowwise_adagrad", "sgd", "adam"] = "adagrad"
     """Of the tables; `adam` is refused on the CPU."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,15 +36,23 @@ class DistinctEmbeddingBag(nn.EmbeddingBag):
         return pooled
 
 
-def look_up_once(module: nn.Module) -> tuple[list[str], list[str]]:
+def look_up_once(
+    module: nn.Module, without: Iterable[nn.Parameter] = ()
+) -> tuple[list[str], list[str]]:
     """Change a module's plain tables in place.
+
+    Args:
+        module: whatever holds nn.Embedding and nn.EmbeddingBag modules.
+        without: tables to leave as they are.
 
     Returns:
         The names of those changed, and one sentence for each left as it was.
     """
-    names, notes = [], []
+    names: list[str] = []
+    notes: list[str] = []
+    others = {id(table) for table in without}
     for name, found in module.named_modules():
-        if type(found) not in (nn.Embedding, nn.EmbeddingBag):
+        if type(found) not in (nn.Embedding, nn.EmbeddingBag) or id(found.weight) in others:
             continue
         if found.scale_grad_by_freq:
             notes.append(f"{name} has scale_grad_by_freq, which counts repeated ids")

@@ -57,14 +57,21 @@ class TrainingSetup:
         """The card's module."""
         return self.serving.model
 
+    @property
+    def fused_parameters(self) -> list[nn.Parameter]:
+        """Tables that have left PyTorch's optimizers."""
+        return [] if self.fused_tables is None else self.fused_tables.param_groups[0]["params"]
+
     def note(self, text: str) -> None:
         self.notes.append(text)
 
     def make_optimizers(self) -> list[Optimizer]:
         """Make the optimizers of all weights, those of fused tables last."""
-        fused = [] if self.fused_tables is None else self.fused_tables.param_groups[0]["params"]
         optimizers = make_optimizers(
-            self.module, self.settings, without=fused, dense_options=self.dense_options
+            self.module,
+            self.settings,
+            without=self.fused_parameters,
+            dense_options=self.dense_options,
         )
         return optimizers if self.fused_tables is None else [*optimizers, self.fused_tables]
 
