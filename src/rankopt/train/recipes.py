@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rankopt.content import find, read_yaml
 from rankopt.environment import collect_environment
 from rankopt.errors import Problem, RecipeError, UsageError
 from rankopt.models.card import ModelCard
@@ -34,6 +35,27 @@ def load_training_recipe(path: str | Path) -> Recipe:
     if problems:
         raise UsageError(problems=problems)
     return recipe
+
+
+def find_training_recipe(name: str | Path) -> Recipe | None:
+    """Read a training recipe; None when there is no recipe of that name, or it is a serving one.
+
+    Raises:
+        RecipeError: it is a recipe with problems.
+    """
+    if Path(name).is_dir():
+        return None
+    try:
+        file = find("recipes", name, error=RecipeError)
+    except RecipeError:
+        return None
+    recipe = load_recipe(file) if _has_passes(file) else None
+    return recipe if recipe is not None and recipe.is_training else None
+
+
+def _has_passes(file: Path) -> bool:
+    raw = read_yaml(file, RecipeError)
+    return isinstance(raw, dict) and "passes" in raw
 
 
 def require_sound(recipe: Recipe | None, card: ModelCard) -> None:
