@@ -7,6 +7,7 @@
 #   make sanitize  the kernels' parity grid under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make peers     the other engines that `rankopt bench` times, into .venv
 #   make bench     the peer suite, for the tables of README and docs/peers.md (an hour, quiet machine)
+#   make training  training recipes against plain PyTorch, for docs/training.md (15 minutes, quiet machine)
 #   make lint      ruff and mypy
 #   make format    ruff, writing
 #   make lock      hashes of every pin in locks/*.in, after one was changed
@@ -27,7 +28,7 @@ DEMO_RECIPE ?= recipes/launch-int8.yaml
 DEMO_OUT ?= runs/demo
 COVERAGE ?= 85
 
-.PHONY: help setup demo test results compat sanitize peers bench lint format lock doctor clean
+.PHONY: help setup demo test results compat sanitize peers bench training lint format lock doctor clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +64,9 @@ peers: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python scripts/peers.py measure
+
+training: $(INSTALLED)
+	@$(BIN)/python scripts/training.py measure $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

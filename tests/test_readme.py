@@ -35,6 +35,17 @@ def test_the_peer_tables_are_those_of_the_result_file(checkout: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_training_table_is_that_of_the_result_file(checkout: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/training.py", "check"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_target_that_is_named_is_in_the_makefile(checkout: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (checkout / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`?make ([a-z]+)", (checkout / "README.md").read_text()))
