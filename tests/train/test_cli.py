@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import yaml
 
 from rankopt.cli.main import main
@@ -120,3 +121,23 @@ def test_optimize_refuses_a_training_recipe(card, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["optimize", "train-fast", "--model", str(card), "--out", str(out)]) == 2
     assert "rankopt train CARD --recipe train-fast" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_weights_and_optimizers(card, tmp_path, capsys):
+    recipe = tmp_path / "fused.yaml"
+    recipe.write_text("name: fused\npasses:\n  - train_fuse_embeddings: {learning_rate: 0.05}\n")
+    fused = ["train", str(card), "--recipe", str(recipe), "--epochs", "1"]
+    first = tmp_path / "first"
+    assert main([*fused, "--out", str(first), "--save-optimizer"]) == 0
+    sums = torch.load(first / "optimizer.pt", weights_only=True)["states"][-1]["state"]
+    assert all(bool((state["sum"] > 0).any()) for state in sums.values())
+    second = tmp_path / "second"
+    assert main([*fused, "--out", str(second), "--start", str(first), "--save-optimizer"]) == 0
+    later = torch.load(second / "optimizer.pt", weights_only=True)["states"][-1]["state"]
+    for key, state in later.items():
+        assert bool((state["sum"] >= sums[key]["sum"]).all())
+    capsys.readouterr()
+    plain = ["train", str(card), "--out", str(tmp_path / "plain"), "--start", str(first)]
+    assert main(plain) == 2
+    assert "must be the state of AdamW" in capsys.readouterr().err
+    assert main([*plain[:-1], str(tmp_path / "nothing")]) == 2

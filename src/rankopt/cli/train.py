@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +25,13 @@ LearningRate = Annotated[float | None, typer.Option("--learning-rate", help="Of 
 Seed = Annotated[int | None, typer.Option("--seed", help="Of initial weights and row order.")]
 Threads = Annotated[int | None, typer.Option("--num-threads", help="Threads of PyTorch.")]
 
+Start = Annotated[
+    Path | None, typer.Option("--start", help="A folder of `rankopt train` to go on from.")
+]
+SaveOptimizer = Annotated[
+    bool, typer.Option("--save-optimizer", help="Write the optimizers' state beside the weights.")
+]
+
 
 @app.command()
 def train(
@@ -36,6 +44,8 @@ def train(
     learning_rate: LearningRate = None,
     seed: Seed = None,
     num_threads: Threads = None,
+    start: Start = None,
+    save_optimizer: SaveOptimizer = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -69,7 +79,15 @@ def train(
         splits = open_splits(loaded, data)
         progress.step(f"training {loaded.name}")
         result = train_model(
-            loaded, splits, out, settings, progress.note, recipe=chosen, overwrite=overwrite
+            loaded,
+            splits,
+            out,
+            settings,
+            progress.note,
+            recipe=chosen,
+            start=start,
+            save_optimizer=save_optimizer,
+            overwrite=overwrite,
         )
     if as_json:
         print_json({"card": str(result.card), **result.metrics})

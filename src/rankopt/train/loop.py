@@ -9,6 +9,7 @@ Shapes in this module: B batch, N rows of a split.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,9 +38,9 @@ from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
 from rankopt.train.settings import TrainSettings
 from rankopt.train.setup import apply_passes, plain_setup
+from rankopt.train.state import CHECKPOINT_NAME, load_state, save_optimizers
 from rankopt.train.step import Step
 
-CHECKPOINT_NAME = "checkpoint.safetensors"
 EVALUATION_BATCH = 4096
 MAX_TRAIN_ROWS_JUDGED = 50_000
 
@@ -69,6 +70,8 @@ def train(
     progress: Callable[[str], None] | None = None,
     *,
     recipe: Recipe | None = None,
+    start: str | Path | None = None,
+    save_optimizer: bool = False,
     overwrite: bool = False,
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
@@ -80,9 +83,13 @@ def train(
         settings: how to train.
         progress: called with one line per evaluation.
         recipe: training passes that change how steps are made; None for plain PyTorch.
+        start: what an earlier run wrote; its weights, and its optimizers' state where it was saved,
+            are what this run begins with.
+        save_optimizer: write the optimizers' state of the best weights beside them.
         overwrite: replace an earlier result.
 
     Raises:
+        CheckpointError: what `start` holds cannot be read or does not fit.
         RecipeError: the recipe holds other than training passes, or cannot work here.
         CardError: the module cannot be built or does not take the card's inputs.
         DataError: no training or validation rows, or rows the card does not allow.
@@ -94,8 +101,13 @@ def train(
     target = Path(out)
     with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
         trainer = _Trainer(card, splits, chosen, progress or (lambda line: None), recipe)
+        trainer.keeps_optimizers = save_optimizer
+        if start is not None:
+            load_state(Path(start), trainer.module, trainer.step.optimizers)
         metrics = trainer.run()
         save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
+        if save_optimizer:
+            save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
         write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
         write_json_atomic(staging / "metrics.json", metrics)
     return TrainResult(target, target / "card.yaml", metrics)
@@ -144,6 +156,8 @@ class _Trainer:
         self.windows = Windows(card, self.train_source, settings.window_rows)
         self.curve: list[dict[str, float | int]] = []
         self.best: dict[str, Tensor] = {}
+        self.best_optimizers: list[dict[str, Any]] = []
+        self.keeps_optimizers = False
         self.best_ne = float("inf")
         self.num_worse = 0
         self.meter = StepMeter()
@@ -226,6 +240,9 @@ class _Trainer:
             self.best_ne, self.num_worse = ne, 0
             state = self.module.state_dict()
             self.best = {name: value.detach().clone() for name, value in state.items()}
+            if self.keeps_optimizers:
+                states = [optimizer.state_dict() for optimizer in self.step.optimizers]
+                self.best_optimizers = copy.deepcopy(states)
         else:
             self.num_worse += 1
         self.progress(
