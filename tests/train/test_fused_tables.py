@@ -43,6 +43,10 @@ class Tables(nn.Module):
         return torch.cat([bags, summed, mean, pair, self.rows(batch["history"])], dim=1)
 
 
+class Own(nn.Embedding):
+    """A table with a forward of its own."""
+
+
 def make_batch(seed, num_rows=64):
     generator = torch.Generator().manual_seed(seed)
 
@@ -209,6 +213,7 @@ def test_what_cannot_be_fused_is_left_with_its_reason() -> None:
             "left": nn.Embedding(5, 4),
             "tied": tied,
             "out": nn.Linear(4, 5),
+            "own": Own(5, 4),
             "good": nn.Embedding(5, 4),
         }
     )
@@ -223,6 +228,7 @@ def test_what_cannot_be_fused_is_left_with_its_reason() -> None:
         "wide": "float64",
         "left": "skip",
         "tied": "several modules",
+        "own is a Own, whose own forward must stay": "own forward",
     }
     assert [note.split(".")[0] for note in notes] == list(reasons)
     assert all(reason in note for note, reason in zip(notes, reasons.values(), strict=True))

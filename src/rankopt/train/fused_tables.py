@@ -255,6 +255,8 @@ def fuse_tables(
             group = TableGroup([full], [found.weight], pools and found.mode == "mean", padding)
             found.__class__ = FusedEmbeddingBag if pools else FusedEmbedding
         else:
+            if isinstance(found, nn.EmbeddingBag | nn.Embedding) and not hasattr(found, "group"):
+                notes.append(f"{name} is a {type(found).__name__}, whose own forward must stay")
             continue
         found.group = group
         groups.append(group)

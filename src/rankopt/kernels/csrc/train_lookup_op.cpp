@@ -75,9 +75,11 @@ std::vector<Bags> bags_of(at::TensorList tables, const at::Tensor& ids, const at
   if (is_matrix) {
     TORCH_CHECK(ids.size(1) == num_tables, "table_lookup: ids must be [B, ", num_tables, "]; got ",
                 ids.sizes());
-    for (int64_t t = 0; t < num_tables; ++t)
-      bags.push_back({id_data + t * ids.stride(1), ids.stride(0), nullptr, nullptr, ids.size(0),
-                      is_mean, padding});
+    for (int64_t t = 0; t < num_tables; ++t) {
+      const int64_t* column = ids.size(0) == 0 ? id_data : id_data + t * ids.stride(1);
+      bags.push_back(
+          {column, ids.stride(0), nullptr, nullptr, ids.size(0), is_mean, padding});
+    }
     return bags;
   }
   TORCH_CHECK(ids.dim() == 1 && ids.is_contiguous() && is_plain(offsets, at::kLong, 1) &&
@@ -122,6 +124,7 @@ at::Tensor table_lookup(at::TensorList tables, const at::Tensor& ids, const at::
   check_ids(tables, bags);
   const int64_t num_bags = bags.front().count;
   at::Tensor out = at::empty({num_bags, width}, tables[0].options().requires_grad(false));
+  if (out.numel() == 0) return out;
   std::vector<PooledRows> jobs;
   float* data = out.mutable_data_ptr<float>();
   int64_t column = 0;
