@@ -8,6 +8,7 @@
 #   make peers     the other engines that `rankopt bench` times, into .venv
 #   make bench     the peer suite, for the tables of README and docs/peers.md (an hour, quiet machine)
 #   make kernels   int8 layers and lookups against this machine's peaks, for docs/kernels.md
+#   make training  training recipes against plain PyTorch, for docs/training.md (15 minutes, quiet machine)
 #   make lint      ruff and mypy
 #   make format    ruff, writing
 #   make lock      hashes of every pin in locks/*.in, after one was changed
@@ -28,7 +29,7 @@ DEMO_RECIPE ?= recipes/launch-int8.yaml
 DEMO_OUT ?= runs/demo
 COVERAGE ?= 85
 
-.PHONY: help setup demo test results compat sanitize peers bench kernels lint format lock doctor clean
+.PHONY: help setup demo test results compat sanitize peers bench kernels training lint format lock doctor clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -67,6 +68,9 @@ bench: $(INSTALLED)
 
 kernels: $(INSTALLED)
 	@$(BIN)/python scripts/kernels.py measure $(ARGS)
+
+training: $(INSTALLED)
+	@$(BIN)/python scripts/training.py measure $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -47,6 +47,17 @@ def test_the_kernel_tables_are_those_of_the_result_file(checkout: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_training_table_is_that_of_the_result_file(checkout: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/training.py", "check"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_peer_result_keeps_its_schema(checkout: Path) -> None:
     text = (checkout / "benchmarks" / "results" / "peers.json").read_text()
     result = PeerResult.model_validate_json(text)

@@ -18,6 +18,7 @@ from rankopt.environment import Environment
 from rankopt.errors import Problem, RecipeError, nearest
 from rankopt.models.card import ModelCard
 from rankopt.passes.base import Pass
+from rankopt.passes.training import TRAINING_PREFIX
 from rankopt.problems import problems_of_validation, take_reserved
 from rankopt.registry import pass_class, pass_kinds
 from rankopt.review.gate import Scope
@@ -73,7 +74,7 @@ class Recipe(BaseModel):
             scope: what the A/B will measure, where one follows: gates that it could not decide are
                 problems. Without it the quality gates alone are checked.
         """
-        problems = []
+        problems = self._mixed()
         provided: set[str] = set()
         for index, step in enumerate(self.passes):
             where = f"{self.where}: passes[{index}].{step.kind}"
@@ -106,7 +107,7 @@ class Recipe(BaseModel):
         else:
             names = tuple(output.name for output in card.outputs) if card else ()
             problems += self.gates.quality.check("gates.quality", Scope(self.where, outputs=names))
-        if "artifact" not in provided and not self.is_training:
+        if "artifact" not in provided and not any(map(_is_training, self.passes)):
             problems.append(
                 Problem(
                     f"{self.where}: passes",
@@ -126,7 +127,25 @@ class Recipe(BaseModel):
     @property
     def is_training(self) -> bool:
         """True when every pass is a training pass (`train_*`)."""
-        return all(step.kind.startswith("train_") for step in self.passes)
+        return all(map(_is_training, self.passes))
+
+    def _mixed(self) -> list[Problem]:
+        """Refuse training passes beside serving ones: no command runs both."""
+        training = [step.kind for step in self.passes if _is_training(step)]
+        if self.is_training or not training:
+            return []
+        return [
+            Problem(
+                f"{self.where}: passes",
+                "must be training passes alone or serving passes alone",
+                f"{', '.join(training)} among {len(self.passes)}",
+                "Write two recipes, for `rankopt train --recipe` and for `rankopt optimize`.",
+            )
+        ]
+
+
+def _is_training(step: Pass) -> bool:
+    return step.kind.startswith(TRAINING_PREFIX)
 
 
 def gates_at_least(gates: Gates, rows: int) -> Gates:

@@ -23,6 +23,15 @@ PASSES: dict[str, str] = {
     "quantize_dense": "rankopt.passes.quantize_dense:QuantizeDense",
     "precision": "rankopt.passes.precision:Precision",
     "export_aoti": "rankopt.passes.export_aoti:ExportAoti",
+    "train_fuse_embeddings": "rankopt.passes.train_fuse_embeddings:TrainFuseEmbeddings",
+    "train_precision": "rankopt.passes.train_precision:TrainPrecision",
+    "train_compile": "rankopt.passes.train_compile:TrainCompile",
+    "train_dense_optimizer": "rankopt.passes.train_dense_optimizer:TrainDenseOptimizer",
+    "train_accumulate": "rankopt.passes.train_accumulate:TrainAccumulate",
+    "train_checkpoint_activations": "rankopt.passes.train_checkpoint_activations:"
+    "TrainCheckpointActivations",
+    "train_pipeline": "rankopt.passes.train_pipeline:TrainPipeline",
+    "train_dedup_ids": "rankopt.passes.train_dedup_ids:TrainDedupIds",
 }
 
 ENTRY_POINT_GROUP = "rankopt.passes"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import yaml
 
 from rankopt.cli.main import main
@@ -79,3 +80,64 @@ def test_a_recipe_of_serving_passes_is_refused(card, tmp_path, capsys):
 def test_an_unknown_card_is_bad_usage(tmp_path, capsys):
     assert main(["train", "din-movielen", "--out", str(tmp_path / "out")]) == 2
     assert "din-movielens" in capsys.readouterr().err
+
+
+def test_a_training_recipe_is_followed_and_its_cost_told(card, tmp_path, capsys):
+    recipe = tmp_path / "fast.yaml"
+    recipe.write_text(
+        "name: fast\npasses:\n  - train_fuse_embeddings: {optimizer: adagrad}\n"
+        "  - train_dedup_ids\n  - train_pipeline: {depth: 2}\n"
+    )
+    out = tmp_path / "out"
+    assert main(["train", str(card), "--recipe", str(recipe), "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "train_dedup_ids: changed nothing" in told
+    assert "samples/s" in told
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["recipe"] == "fast"
+    kept = {record["kind"]: record["kept"] for record in metrics["passes"]}
+    assert kept == {
+        "train_fuse_embeddings": True, "train_dedup_ids": False, "train_pipeline": True
+    }  # fmt: skip
+    steps = metrics["steps"]
+    assert steps["num_steps"] == 12
+    assert steps["step_p50_ns"] > 0
+    assert 0 <= steps["data_wait_share"] < 1
+    assert steps["peak_memory_bytes"] > 50_000_000
+    # The checkpoint is the plain module's, so what was trained can be optimised and trained again.
+    assert main(["train", str(out / "card.yaml"), "--out", str(tmp_path / "again")]) == 0
+
+
+def test_a_recipe_that_cannot_work_here_is_bad_usage(card, tmp_path, capsys):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text("name: bad\npasses:\n  - train_fuse_embeddings: {optimizer: adam}\n")
+    out = tmp_path / "out"
+    assert main(["train", str(card), "--recipe", str(recipe), "--out", str(out)]) == 2
+    assert "Adam has no fused step on the CPU" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_optimize_refuses_a_training_recipe(card, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["optimize", "train-fast", "--model", str(card), "--out", str(out)]) == 2
+    assert "rankopt train CARD --recipe train-fast" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_weights_and_optimizers(card, tmp_path, capsys):
+    recipe = tmp_path / "fused.yaml"
+    recipe.write_text("name: fused\npasses:\n  - train_fuse_embeddings: {learning_rate: 0.05}\n")
+    fused = ["train", str(card), "--recipe", str(recipe), "--epochs", "1"]
+    first = tmp_path / "first"
+    assert main([*fused, "--out", str(first), "--save-optimizer"]) == 0
+    sums = torch.load(first / "optimizer.pt", weights_only=True)["states"][-1]["state"]
+    assert all(bool((state["sum"] > 0).any()) for state in sums.values())
+    second = tmp_path / "second"
+    assert main([*fused, "--out", str(second), "--start", str(first), "--save-optimizer"]) == 0
+    later = torch.load(second / "optimizer.pt", weights_only=True)["states"][-1]["state"]
+    for key, state in later.items():
+        assert bool((state["sum"] >= sums[key]["sum"]).all())
+    capsys.readouterr()
+    plain = ["train", str(card), "--out", str(tmp_path / "plain"), "--start", str(first)]
+    assert main(plain) == 2
+    assert "must be the state of AdamW" in capsys.readouterr().err
+    assert main([*plain[:-1], str(tmp_path / "nothing")]) == 2

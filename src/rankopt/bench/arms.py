@@ -82,6 +82,7 @@ ARM_LOADERS: dict[str, Callable[[ArmSpec], ArmCallable] | str] = {
     "artifact": _load_artifact,
     "peer": "rankopt.bench.peers.arm:load_peer_arm",
     "requests": "rankopt.bench.request_rows:load_requests",
+    "training": "rankopt.train.arm:load_training",
 }
 """Kind -> loader, or its `module:function`, which is imported in the worker only."""
 

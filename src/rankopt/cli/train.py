@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +25,13 @@ LearningRate = Annotated[float | None, typer.Option("--learning-rate", help="Of 
 Seed = Annotated[int | None, typer.Option("--seed", help="Of initial weights and row order.")]
 Threads = Annotated[int | None, typer.Option("--num-threads", help="Threads of PyTorch.")]
 
+Start = Annotated[
+    Path | None, typer.Option("--start", help="A folder of `rankopt train` to go on from.")
+]
+SaveOptimizer = Annotated[
+    bool, typer.Option("--save-optimizer", help="Write the optimizers' state beside the weights.")
+]
+
 
 @app.command()
 def train(
@@ -36,10 +44,12 @@ def train(
     learning_rate: LearningRate = None,
     seed: Seed = None,
     num_threads: Threads = None,
+    start: Start = None,
+    save_optimizer: SaveOptimizer = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model card's module to a checkpoint.
+    """Train a model card's module to a checkpoint, plainly or by a training recipe.
 
     OUT gets card.yaml (ready for `rankopt optimize --model`), checkpoint.safetensors and
     metrics.json. A flag goes before the card's `train:` settings.
@@ -55,10 +65,11 @@ def train(
         "num_threads": num_threads,
     }
     settings = _settings(loaded.train, flags)
+    chosen = None
     if recipe is not None:
-        from rankopt.train.recipes import require_training_recipe
+        from rankopt.train.recipes import load_training_recipe
 
-        require_training_recipe(recipe)
+        chosen = load_training_recipe(recipe)
     with Progress() as progress:
         progress.step("loading PyTorch")
         from rankopt.data.splits import open_splits
@@ -67,12 +78,24 @@ def train(
         progress.step("opening the rows")
         splits = open_splits(loaded, data)
         progress.step(f"training {loaded.name}")
-        result = train_model(loaded, splits, out, settings, progress.note, overwrite=overwrite)
+        result = train_model(
+            loaded,
+            splits,
+            out,
+            settings,
+            progress.note,
+            recipe=chosen,
+            start=start,
+            save_optimizer=save_optimizer,
+            overwrite=overwrite,
+        )
     if as_json:
         print_json({"card": str(result.card), **result.metrics})
         return
     for name, metrics in result.metrics["test"].items():
         typer.echo(f"test, {name}: {', '.join(_cells(metrics))}")
+    for line in _cost(result.metrics):
+        typer.echo(line)
     typer.echo(f"card: {result.card}")
 
 
@@ -89,6 +112,26 @@ def _settings(defaults: TrainSettings, flags: dict[str, Any]) -> TrainSettings:
     except ValidationError as error:
         problems = problems_of_validation("rankopt train", error, TrainSettings)
         raise UsageError(problems=problems) from error
+
+
+def _cost(metrics: dict[str, Any]) -> list[str]:
+    """Say what steps cost, and what each pass of the recipe did."""
+    from rankopt.units import format_bytes, format_duration
+
+    steps = metrics["steps"]
+    lines = [f"{item['kind']}: {_verdict(item)}" for item in metrics["passes"]]
+    if steps["step_p50_ns"] is not None:
+        lines.append(
+            f"step {format_duration(steps['step_p50_ns'])}, "
+            f"{steps['samples_per_s']:,.0f} samples/s, "
+            f"data wait {steps['data_wait_share']:.1%}, "
+            f"peak memory {format_bytes(steps['peak_memory_bytes'])}"
+        )
+    return lines
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    return f"{'kept' if record['kept'] else 'changed nothing'} ({record['reason']})"
 
 
 def _cells(metrics: dict[str, float | int | None]) -> list[str]:

@@ -63,6 +63,16 @@ from rankopt.kernels.requests import (
     reference_request_matmul,
     request_arguments,
 )
+from rankopt.kernels.train_lookup import table_lookup_reference, table_step_reference
+from rankopt.kernels.train_lookup_cases import (
+    TRAIN_LOOKUP_CASES,
+    TRAIN_STEP_CASES,
+    TrainLookupCase,
+    train_lookup_allowance,
+    train_lookup_arguments,
+    train_step_allowance,
+    train_step_arguments,
+)
 
 Arguments = tuple[Any, ...]
 Case = (
@@ -73,6 +83,7 @@ Case = (
     | AttentionCase
     | MlpCase
     | RequestCase
+    | TrainLookupCase
 )
 
 
@@ -159,6 +170,20 @@ def _moved(argument: Any, device: str) -> Any:
     if isinstance(argument, list):
         return [_moved(each, device) for each in argument]
     return argument
+
+
+class StepKernel(Kernel):
+    """An operator that updates the tables and states given first; they are its result."""
+
+    def __call__(self, *arguments: object) -> Tensor:
+        """Run the operator on copies."""
+        load_kernels()
+        tables: Any
+        states: Any
+        tables, states, *rest = arguments
+        changed = [[part.clone() for part in parts] for parts in (tables, states)]
+        getattr(torch.ops.rankopt, self.name)(*changed, *rest)
+        return _as_one((*changed[0], *changed[1]))
 
 
 def _as_one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -383,6 +408,22 @@ KERNELS: dict[str, Kernel] = {
             cases=REQUEST_CASES,
             arguments=request_arguments,
             allowance=None,
+            isas=True,
+        ),
+        Kernel(
+            name="table_lookup",
+            reference=table_lookup_reference,
+            cases=TRAIN_LOOKUP_CASES,
+            arguments=train_lookup_arguments,
+            allowance=train_lookup_allowance,
+            isas=True,
+        ),
+        StepKernel(
+            name="table_step",
+            reference=table_step_reference,
+            cases=TRAIN_STEP_CASES,
+            arguments=train_step_arguments,
+            allowance=train_step_allowance,
             isas=True,
         ),
     )

@@ -178,6 +178,18 @@ class GateResult(_Frozen):
     reason: str
 
 
+class TrainingCost(_Frozen):
+    """What training by one arm cost: medians over its runs, of memory the largest."""
+
+    samples_per_s: float
+    step_p50_ns: float
+    data_wait_share: float
+    """Of steps and waits together; evaluations left out."""
+    peak_memory_bytes: int
+    num_rows_seen: list[int]
+    """Of each run."""
+
+
 class Report(_Frozen):
     """One A/B, joined into one verdict.
 
@@ -193,6 +205,8 @@ class Report(_Frozen):
     size: Size
     cost: Cost
     passes: list[PassRecord]
+    training: dict[str, TrainingCost] = Field(default_factory=dict)
+    """Arm -> cost, where two ways of training were compared."""
     capture: tuple[str, ...] = ()
     """How the model became a graph: what was left eager, which branches were assumed, what was
     rewritten. Empty when it was exported as it is."""

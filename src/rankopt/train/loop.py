@@ -9,6 +9,7 @@ Shapes in this module: B batch, N rows of a split.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,26 +19,29 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rankopt.data.encode import Rows, iter_rows
 from rankopt.data.report.run import refuse_broken_limits
 from rankopt.data.rowsource import RowSource
 from rankopt.data.splits import Splits
 from rankopt.data.stream import RowStream, StreamSettings
-from rankopt.errors import CardError, DataError, Problem, UsageError
+from rankopt.environment import collect_environment
+from rankopt.errors import CardError, DataError, Problem
 from rankopt.models.build import check_forward_signature, make_module
 from rankopt.models.card import ModelCard
 from rankopt.models.checkpoint import save_checkpoint
 from rankopt.models.serving import ServingModule
 from rankopt.output import staged_output, write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
-from rankopt.train.optimizers import make_optimizers
+from rankopt.recipe import Recipe
+from rankopt.train.meter import StepMeter
+from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
 from rankopt.train.settings import TrainSettings
-from rankopt.units import NS_PER_S
+from rankopt.train.setup import apply_passes, plain_setup
+from rankopt.train.state import CHECKPOINT_NAME, load_state, save_optimizers
+from rankopt.train.step import Step
 
-CHECKPOINT_NAME = "checkpoint.safetensors"
 EVALUATION_BATCH = 4096
 MAX_TRAIN_ROWS_JUDGED = 50_000
 
@@ -66,6 +70,9 @@ def train(
     settings: TrainSettings | None = None,
     progress: Callable[[str], None] | None = None,
     *,
+    recipe: Recipe | None = None,
+    start: str | Path | None = None,
+    save_optimizer: bool = False,
     overwrite: bool = False,
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
@@ -76,9 +83,15 @@ def train(
         out: the folder to write, whole or not at all.
         settings: how to train.
         progress: called with one line per evaluation.
+        recipe: training passes that change how steps are made; None for plain PyTorch.
+        start: what an earlier run wrote; its weights, and its optimizers' state where it was saved,
+            are what this run begins with.
+        save_optimizer: write the optimizers' state of the best weights beside them.
         overwrite: replace an earlier result.
 
     Raises:
+        CheckpointError: what `start` holds cannot be read or does not fit.
+        RecipeError: the recipe holds other than training passes, or cannot work here.
         CardError: the module cannot be built or does not take the card's inputs.
         DataError: no training or validation rows, or rows the card does not allow, `data.limits`
             included.
@@ -86,12 +99,18 @@ def train(
         OutputExistsError: `out` holds a result and `overwrite` is False.
     """
     chosen = settings or card.train
+    require_sound(recipe, card)
     target = Path(out)
     with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
         refuse_broken_limits(card, splits, progress)
-        trainer = _Trainer(card, splits, chosen, progress or (lambda line: None))
+        trainer = _Trainer(card, splits, chosen, progress or (lambda line: None), recipe)
+        trainer.keeps_optimizers = save_optimizer
+        if start is not None:
+            load_state(Path(start), trainer.module, trainer.step.optimizers)
         metrics = trainer.run()
         save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
+        if save_optimizer:
+            save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
         write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
         write_json_atomic(staging / "metrics.json", metrics)
     return TrainResult(target, target / "card.yaml", metrics)
@@ -120,26 +139,37 @@ class _Trainer:
         splits: Splits,
         settings: TrainSettings,
         progress: Callable[[str], None],
+        recipe: Recipe | None,
     ) -> None:
         self.card = card
         self.splits = splits
         self.settings = settings
         self.progress = progress
+        self.recipe = recipe
         self.train_source, self.validation = _required(card, splits)
         self.module = make_module(card)
         problems = check_forward_signature(card, self.module)
         if problems:
             raise CardError(problems=problems)
         self.serving = ServingModule(card, self.module)
-        self.optimizers = make_optimizers(self.module, settings)
-        names = {"batch_size", "window_rows", "seed", "prefetch"}
-        chosen = StreamSettings(**settings.model_dump(include=names))
-        self.windows = RowStream(card, self.train_source, chosen)
+        setup = plain_setup(card, settings, collect_environment(), self.serving)
+        self.setup, self.passes = apply_passes(setup, training_passes(recipe))
+        self.step = Step(self.setup)
+        stream = settings.model_dump(include={"batch_size", "window_rows", "seed"})
+        self.windows = RowStream(
+            card, self.train_source, StreamSettings(**stream, prefetch=self.setup.num_prefetched)
+        )
         self.curve: list[dict[str, float | int]] = []
         self.best: dict[str, Tensor] = {}
+        self.best_optimizers: list[dict[str, Any]] = []
+        self.keeps_optimizers = False
         self.best_ne = float("inf")
         self.num_worse = 0
-        self.num_rows_seen = 0
+        self.meter = StepMeter()
+
+    @property
+    def num_rows_seen(self) -> int:
+        return self.step.num_rows_seen
 
     def run(self) -> dict[str, Any]:
         """Train until the epochs or the patience run out; load the best weights; measure all."""
@@ -149,6 +179,7 @@ class _Trainer:
                 break
         self.module.load_state_dict(self.best)
         duration_s = time.perf_counter() - started
+        steps = self.meter.summary()
         judged = {
             "train": self._judge(self.train_source, limit=MAX_TRAIN_ROWS_JUDGED),
             "validation": self._judge(self.validation),
@@ -162,7 +193,9 @@ class _Trainer:
             "num_rows_seen": self.num_rows_seen,
             "num_parameters": sum(p.numel() for p in self.module.parameters()),
             "duration_s": round(duration_s, 3),
-            "data_wait_s": round(self.windows.waits.total_ns / NS_PER_S, 3),
+            "steps": steps,
+            "recipe": None if self.recipe is None else self.recipe.name,
+            "passes": [record.model_dump(mode="json", exclude_none=True) for record in self.passes],
             "num_threads": torch.get_num_threads(),
             "torch_version": torch.__version__,
             "data": self.splits.description,
@@ -176,8 +209,8 @@ class _Trainer:
         marks = [num_total * part / parts for part in range(1, parts)] if num_total else []
         num_done = 0
         self.serving.train()
-        for batch in self.windows.batches():
-            losses.append(self._step(batch, epoch))
+        for batch in self._batches():
+            losses.append(self._step(batch))
             num_done += batch.num_rows
             if marks and num_done >= marks[0]:
                 marks.pop(0)
@@ -186,28 +219,12 @@ class _Trainer:
                 losses = []
         return bool(losses) and self._evaluate(epoch, losses)
 
-    def _step(self, batch: Rows, epoch: int) -> float:
-        scores = self.serving(*[batch.features[name] for name in self.card.tensor_names])
-        loss = torch.stack(
-            [
-                _loss(score, batch.labels[output.label], output.activation)
-                for score, output in zip(scores, self.card.outputs, strict=True)
-            ]
-        ).sum()
-        value = float(loss.detach())
-        if not np.isfinite(value):
-            problem = Problem(
-                f"{self.card.where}: train",
-                f"the loss became {value} in epoch {epoch} after {self.num_rows_seen:,} rows",
-                hint="Lower the learning rate, or look for extreme values in the dense columns.",
-            )
-            raise UsageError(problems=[problem])
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.num_rows_seen += batch.num_rows
+    def _batches(self) -> Iterator[Rows]:
+        return self.meter.waiting(self.windows.batches())
+
+    def _step(self, batch: Rows) -> float:
+        value, step_ns = self.step.timed(batch)
+        self.meter.add(step_ns, batch.num_rows)
         return value
 
     def _evaluate(self, epoch: int, losses: list[float]) -> bool:
@@ -226,6 +243,9 @@ class _Trainer:
             self.best_ne, self.num_worse = ne, 0
             state = self.module.state_dict()
             self.best = {name: value.detach().clone() for name, value in state.items()}
+            if self.keeps_optimizers:
+                states = [optimizer.state_dict() for optimizer in self.step.optimizers]
+                self.best_optimizers = copy.deepcopy(states)
         else:
             self.num_worse += 1
         self.progress(
@@ -289,13 +309,6 @@ def _metrics(prob_N: np.ndarray, labels_N: np.ndarray) -> dict[str, float | int 
     }
     known = {name: value if np.isfinite(value) else None for name, value in values.items()}
     return {**known, "num_rows": len(labels_N)}
-
-
-def _loss(score_B: Tensor, labels: np.ndarray, activation: str) -> Tensor:
-    target_B = torch.as_tensor(labels, dtype=torch.float32)
-    if activation == "logit":
-        return F.binary_cross_entropy_with_logits(score_B.float(), target_B)
-    return F.binary_cross_entropy(score_B.float(), target_B)
 
 
 def _required(card: ModelCard, splits: Splits) -> tuple[RowSource, RowSource]:

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from torch import nn
 from torch.optim import Adagrad, AdamW, Optimizer, SparseAdam
 
 from rankopt.train.settings import TrainSettings
 
 
-def make_optimizers(module: nn.Module, settings: TrainSettings) -> list[Optimizer]:
+def make_optimizers(
+    module: nn.Module,
+    settings: TrainSettings,
+    *,
+    without: Iterable[nn.Parameter] = (),
+    dense_options: Mapping[str, Any] | None = None,
+) -> list[Optimizer]:
     """Make the optimizers of a run; turns on sparse gradients of tables that get their own.
 
     With AdamW over everything, a step writes every row of every table: 26 tables of 10,000 x 64
     are 16.6 million values read and written several times per batch. `sparse_adam` and `adagrad`
     touch only the rows of the batch.
+
+    Args:
+        module: whose parameters are trained.
+        settings: rates, decay, and what the tables' optimizer is.
+        without: parameters that have an optimizer already.
+        dense_options: further arguments of AdamW.
     """
-    tables = [] if settings.table_optimizer == "adam" else _sparse_tables(module)
-    own = {id(table) for table in tables}
+    others = {id(parameter) for parameter in without}
+    tables = [] if settings.table_optimizer == "adam" else _sparse_tables(module, others)
+    own = {id(table) for table in tables} | others
     dense = [p for p in module.parameters() if p.requires_grad and id(p) not in own]
     optimizers: list[Optimizer] = []
     if dense:
-        optimizers.append(
-            AdamW(dense, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-        )
+        rate, decay = settings.learning_rate, settings.weight_decay
+        optimizers.append(AdamW(dense, lr=rate, weight_decay=decay, **(dense_options or {})))
     rate = settings.table_learning_rate or settings.learning_rate
     if tables and settings.table_optimizer == "sparse_adam":
         optimizers.append(SparseAdam(tables, lr=rate))
@@ -31,12 +46,13 @@ def make_optimizers(module: nn.Module, settings: TrainSettings) -> list[Optimize
     return optimizers
 
 
-def _sparse_tables(module: nn.Module) -> list[nn.Parameter]:
+def _sparse_tables(module: nn.Module, others: set[int]) -> list[nn.Parameter]:
     """Find the tables whose only use is lookup, and have them produce sparse gradients."""
     holders: dict[int, tuple[nn.Parameter, list[nn.Module]]] = {}
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
-            holders.setdefault(id(parameter), (parameter, []))[1].append(owner)
+            if id(parameter) not in others:
+                holders.setdefault(id(parameter), (parameter, []))[1].append(owner)
     tables: dict[int, nn.Parameter] = {}
     for parameter, owners in holders.values():
         # A table tied to a dense layer gets dense gradients from there; the two do not add up.

@@ -1,0 +1,40 @@
+#include "train_lookup.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cmath>
+
+#include "target.h"
+
+RANKOPT_TARGET_BEGIN("avx2,fma")
+
+namespace rankopt {
+namespace {
+
+#include "train_lookup_tile.h"
+
+struct Avx2Train {
+  using Float = __m256;
+  static constexpr int64_t kLanes = 8;
+
+  static Float load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, Float value) { _mm256_storeu_ps(p, value); }
+  static Float broadcast(float value) { return _mm256_set1_ps(value); }
+  static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
+  static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
+  static Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
+  static Float sqrt(Float a) { return _mm256_sqrt_ps(a); }
+};
+
+}  // namespace
+
+const TrainLookup& train_lookup_avx2() {
+  static const TrainLookup kernels = make_train_lookup<Avx2Train>();
+  return kernels;
+}
+
+}  // namespace rankopt
+
+RANKOPT_TARGET_END
+#endif
