@@ -9,6 +9,7 @@ NS_PER_HOUR = 3_600 * NS_PER_S
 BYTES_PER_KIB = 1 << 10
 BYTES_PER_MIB = 1 << 20
 BYTES_PER_GIB = 1 << 30
+BYTES_PER_GB = 1_000_000_000
 
 
 def format_duration(duration_ns: float) -> str:

@@ -54,6 +54,7 @@ VERBS = (
     Verb("verify", "Check an artifact's files and contract in a fresh process."),
     Verb("refresh", "Put new weights into an artifact without compiling again."),
     Verb("diagnose", "Say where the time of one call goes, and what bounds it."),
+    Verb("shard", "Plan how tables are spread over hosts and ranks."),
     Verb("predict", "Score a file with an artifact."),
     Verb("bench", "Time the artifact beside other ways to serve the same models."),
 )

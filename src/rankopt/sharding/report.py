@@ -1,0 +1,76 @@
+"""Write a plan: JSON for scripts, and a page with pictures beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankopt.errors import OutputExistsError, Problem, UsageError
+from rankopt.output import staged_file, write_json_atomic
+
+if TYPE_CHECKING:
+    from rankopt.sharding.schema import ShardPlan
+
+
+def check_outputs(out: Path, *, overwrite: bool) -> None:
+    """Refuse places that `write_plan` could not write to, before the work.
+
+    Raises:
+        UsageError: `out` is a folder, or has the page's own suffix.
+        OutputExistsError: one of the files exists and `overwrite` is False.
+    """
+    if out.is_dir():
+        raise UsageError(problems=[Problem(str(out), "must be a file; it is a folder")])
+    if out.suffix == ".html":
+        hint = "The page is written beside it, with the suffix .html."
+        raise UsageError(problems=[Problem("--out", "must be a JSON file", str(out), hint)])
+    existing = [file for file in (out, out.with_suffix(".html")) if file.exists()]
+    if existing and not overwrite:
+        hint = "Add --overwrite to replace it, or give another --out."
+        problems = [Problem(str(file), "the file exists already", hint=hint) for file in existing]
+        raise OutputExistsError(problems=problems)
+
+
+def write_plan(plan: ShardPlan, out: Path, *, overwrite: bool = False) -> dict[str, Path]:
+    """Write the plan and its page.
+
+    The JSON comes first, so that a plan outlives any trouble with drawing it.
+
+    Returns:
+        The path of each file by its suffix.
+
+    Raises:
+        UsageError: `out` is no place for it.
+        EnvironmentProblem: the disk is full or the folder cannot be written.
+    """
+    check_outputs(out, overwrite=overwrite)
+    write_json_atomic(out, plan.model_dump(mode="json"))
+    page = out.with_suffix(".html")
+    with staged_file(page, overwrite=overwrite) as partial:
+        partial.write_text(to_html(plan), encoding="utf-8")
+    return {"json": out, "html": page}
+
+
+def to_html(plan: ShardPlan) -> str:
+    """Write a plan as one page that needs neither network nor other files."""
+    import jinja2
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    from rankopt.sharding.page import figures, page_of
+
+    # The review's folder: the page is styled and drawn by the same files as a review.
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("rankopt.review", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template("shard.html.j2").render(
+        plan=plan,
+        page=page_of(plan),
+        figures=figures(plan),
+        plotly_js=Markup(str(get_plotlyjs())),
+    )
+    return text.rstrip() + "\n"
