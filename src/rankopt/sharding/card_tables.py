@@ -170,11 +170,13 @@ class _Holder:
     features: tuple[str, ...]
     dtype: torch.dtype
     parameters: tuple[torch.Tensor, ...]
+    key: str | None = None
 
     def table(self, lookups: _Lookups) -> Table:
         ids_per_row, weighted = lookups.of(self)
         pooled = self.kind in {"bag", "pooled"} or (self.kind == "rows" and ids_per_row == 1)
-        return Table(self.name, self.path, self.num_rows, self.dim, ids_per_row, pooled, weighted)
+        shape = self.num_rows, self.dim
+        return Table(self.name, self.path, *shape, ids_per_row, pooled, weighted, self.key)
 
 
 def _holders(module: nn.Module) -> Iterator[_Holder]:
@@ -212,6 +214,7 @@ def _collection(path: str, child: Any, names: set[str]) -> Iterator[_Holder]:
             features=tuple(config.feature_names),
             dtype=weight.dtype,
             parameters=(weight,),
+            key=config.name,
         )
 
 

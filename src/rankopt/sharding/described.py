@@ -82,6 +82,7 @@ def _tables(best: Solution, model: ModelTables) -> list[TablePlan]:
             TablePlan(
                 name=table.name,
                 path=table.path,
+                key=table.key,
                 num_rows=table.num_rows,
                 dim=table.dim,
                 ids_per_row=table.ids_per_row,

@@ -70,6 +70,9 @@ class TablePlan(_Strict):
 
     name: str
     path: str
+    """The module that holds it."""
+    key: str | None
+    """Its name inside a torchrec collection; None for any other module."""
     num_rows: int
     dim: int
     ids_per_row: float

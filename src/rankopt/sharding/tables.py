@@ -29,6 +29,7 @@ class Table:
         ids_per_row: lookups that one row of the batch makes, on average.
         pooled: one vector a row comes out, else one an id.
         weighted: ids carry weights.
+        key: its name inside a torchrec collection; None for any other module.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Table:
     ids_per_row: float = 1.0
     pooled: bool = True
     weighted: bool = False
+    key: str | None = None
 
     @property
     def num_values(self) -> int:
