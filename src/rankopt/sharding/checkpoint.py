@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -31,6 +29,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rankopt.errors import CheckpointError, Problem, RankoptError
@@ -111,7 +111,7 @@ class ShardedCheckpoint:
         _told(
             self.folder,
             "cannot be written",
-            lambda: dcp.save(
+            lambda: save(
                 state,
                 storage_writer=_AtomicWriter(self.folder),
                 process_group=self._group,
@@ -127,7 +127,7 @@ class ShardedCheckpoint:
         """
         self.wait()
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        future = dcp.async_save(
+        future: Any = async_save(
             state,
             storage_writer=_AtomicWriter(self.folder),
             process_group=self._group,
@@ -156,7 +156,8 @@ class ShardedCheckpoint:
             CheckpointError: it is missing, damaged, or does not hold what the state asks for.
         """
         self.wait()
-        if self._alone or distributed.get_rank(self._group) == 0:
+        first = self._alone or distributed.get_rank(self._group) == 0
+        if first and not self.folder.exists():
             recover_folder(self.folder)
         if not self._alone:
             distributed.barrier(self._group)
@@ -169,7 +170,7 @@ class ShardedCheckpoint:
         _told(
             self.folder,
             "cannot be read into this state",
-            lambda: dcp.load(
+            lambda: load(
                 state,
                 storage_reader=reader,
                 planner=_SafeLoadPlanner(),
@@ -207,8 +208,11 @@ class _SafeLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if read_item.type != LoadItemType.BYTE_IO:
             raise ValueError(f"{read_item.dest_index.fqn} is a tensor")
-        found = torch.load(value, weights_only=True)
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+        *parents, last = self.mappings[read_item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for key in parents:
+            place = place[key]
+        place[last] = torch.load(value, weights_only=True)
 
 
 class _AtomicWriter(FileSystemWriter):

@@ -93,7 +93,7 @@ def lay_out(checkpoint: StoredCheckpoint, world_size: int, plan: ShardPlan | Non
             if is_table(name, tensor)
         }
     else:
-        cuts = _planned(plan, model, world_size)
+        cuts = planned_cuts(plan, model, world_size)
     work = _Work(model, cuts, [0] * world_size)
     for tensor in checkpoint.tensors.values():
         name = state_owner(tensor.path, model)
@@ -104,7 +104,9 @@ def lay_out(checkpoint: StoredCheckpoint, world_size: int, plan: ShardPlan | Non
         else:
             work.later.append(tensor)
     work.add_rest()
-    return Layout(tuple(work.done), work.notes)
+    order = {key: number for number, key in enumerate(checkpoint.tensors)}
+    tensors = sorted(work.done, key=lambda tensor: order[tensor.key])
+    return Layout(tuple(tensors), work.notes)
 
 
 def model_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -148,9 +150,14 @@ def _even(tensor: StoredTensor, world_size: int) -> tuple[Cut, ...]:
     )
 
 
-def _planned(
+def planned_cuts(
     plan: ShardPlan, model: Mapping[str, StoredTensor], world_size: int
 ) -> dict[str, tuple[Cut, ...]]:
+    """Cut each table as a plan says; tables that every rank holds are left out.
+
+    Raises:
+        UsageError: the plan is of another world size or of another model.
+    """
     problems = []
     if not plan.fits:
         problems.append(Problem("--plan", "is of a plan that does not fit", plan.reason))
@@ -260,17 +267,22 @@ class _Work:
         self, tensor: StoredTensor, table: StoredTensor, before: list[int], cuts: Sequence[Cut]
     ) -> None:
         rows: RowSource = tensor
-        if tensor.num_rows != table.num_rows:
+        after = column_offsets(cuts)
+        split = tensor.num_rows != table.num_rows
+        kept = split and after == tuple(before)
+        if split and not kept:
             edges = [*before, table.num_columns]
             widths = tuple(b - a for a, b in itertools.pairwise(edges))
             rows = _Merged(tensor, table.num_rows, widths)
-        after = column_offsets(cuts)
-        if len(after) > 1:
+            self.notes.append(
+                f"{tensor.key}: one value a row and part of the columns; their mean was taken"
+            )
+        if len(after) > 1 and not kept:
+            rows = _Repeated(rows, table.num_rows)
             self.notes.append(
                 f"{tensor.key}: one value a row, which each of the {len(after)} parts of the "
                 "columns is given"
             )
-            rows = _Repeated(rows, table.num_rows)
         placed = [
             Cut(
                 cut.rank,

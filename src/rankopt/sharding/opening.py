@@ -46,14 +46,16 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
     Raises:
         CheckpointError: it does not exist, is of another format, or its index is damaged.
     """
-    if not path.suffix:
+    if not path.exists():
+        # A save that was killed between its two renames left the last checkpoint beside.
         recover_folder(path)
     if not path.exists():
         raise _refuse(path, "does not exist")
     manifest = read_manifest(path)
+    missing: list[DamagedPieceError] = []
     try:
         if path.is_dir():
-            tensors, objects = _open_folder(path)
+            tensors, objects, missing = _open_folder(path)
         elif path.suffix == SAFETENSORS_SUFFIX:
             tensors, objects = _open_safetensors(path)
         elif path.suffix in TORCH_SUFFIXES:
@@ -65,10 +67,12 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
         raise _refuse(path, f"cannot be read: {error.strerror or error}") from error
     if not tensors:
         raise _refuse(path, "holds no tensor")
-    return StoredCheckpoint(path, tensors, objects, manifest, _damage(tensors))
+    return StoredCheckpoint(path, tensors, objects, manifest, (*_damage(tensors), *missing))
 
 
-def _open_folder(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredObject]]:
+def _open_folder(
+    folder: Path,
+) -> tuple[dict[str, StoredTensor], dict[str, StoredObject], list[DamagedPieceError]]:
     if not (folder / ".metadata").is_file():
         what = "is not a torch.distributed.checkpoint folder: it holds no .metadata"
         raise _refuse(folder, what, hint="Was its save cut short? An earlier one may be beside it.")
@@ -76,6 +80,7 @@ def _open_folder(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Store
     stored = index.storage_data or {}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
+    missing: list[DamagedPieceError] = []
     for key, entry in index.state_dict_metadata.items():
         path = tuple((index.planner_data or {}).get(key, (key,)))
         if isinstance(entry, TensorStorageMetadata):
@@ -86,11 +91,15 @@ def _open_folder(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Store
         else:
             info = stored[MetadataIndex(key)]
             file = folder / info.relative_path
+            content = b""
             if file.is_file():
                 with file.open("rb") as stream:
                     stream.seek(info.offset)
-                    objects[key] = StoredObject(path, stream.read(info.length))
-    return tensors, objects
+                    content = stream.read(info.length)
+            if len(content) < info.length:
+                missing.append(DamagedPieceError(file, key, (0, 0), "is missing or truncated"))
+            objects[key] = StoredObject(path, content)
+    return tensors, objects, missing
 
 
 def _folder_piece(

@@ -39,13 +39,14 @@ class DamagedPieceError(CheckpointError):
     Attributes:
         file: the file that is damaged.
         key: the tensor.
-        rows: first row and the one after the last.
+        rows: first row and the one after the last; equal for what is no tensor.
         what: what is wrong.
     """
 
     def __init__(self, file: Path, key: str, rows: tuple[int, int], what: str) -> None:
         self.file, self.key, self.rows, self.what = file, key, rows, what
-        where = f"{file}: {key}, rows {rows[0]:,} to {rows[1] - 1:,}"
+        span = f", rows {rows[0]:,} to {rows[1] - 1:,}" if rows[1] > rows[0] else ""
+        where = f"{file}: {key}{span}"
         hint = "Copy or write the checkpoint again."
         super().__init__(problems=[Problem(where, what, hint=hint)])
 
@@ -134,7 +135,7 @@ class StoredTensor:
                     return self._load(piece, stream)[start - piece.row_offset :][: stop - start]
                 row_bytes = piece.num_columns * self.dtype.itemsize
                 stream.seek(place + (start - piece.row_offset) * row_bytes)
-                if stream.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
+                if stream.readinto(bytes_of(values)) != values.nbytes:
                     raise EOFError
         except FileNotFoundError as error:
             raise self._damaged(piece, "the file is missing") from error
@@ -162,7 +163,7 @@ class StoredTensor:
         return self.places[index]
 
     def _load(self, piece: Piece, stream: io.BufferedReader) -> Tensor:
-        view = _create_file_view(stream, piece.start, piece.num_bytes)
+        view: Any = _create_file_view(stream, piece.start, piece.num_bytes)
         found: Tensor = torch.load(view, map_location="cpu", weights_only=True)
         return found.reshape(piece.num_rows, piece.num_columns)
 
@@ -209,8 +210,14 @@ def fake_load(file: Any) -> Any:
 
 def values_at(tensor: Tensor) -> int:
     """Tell where the values of a tensor of `fake_load` begin in its archive."""
-    place: int = tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
-    return place + tensor.storage_offset() * tensor.itemsize
+    storage: Any = tensor.untyped_storage()
+    return int(storage._checkpoint_offset) + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """Give a contiguous tensor's values as bytes, to be read or written in place."""
+    flat: Any = values.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 def in_rows(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rankopt.sharding.integrity import damaged_parts, records_of, steps
 from rankopt.sharding.layout import model_tensors
 from rankopt.sharding.opening import open_checkpoint
-from rankopt.sharding.packed import unpacked_rows
+from rankopt.sharding.packed import ReadRows, unpacked_rows
 from rankopt.sharding.stored import DamagedPieceError, StoredCheckpoint, StoredTensor
 
 Kind = Literal["damaged", "missing", "shape", "dtype", "values"]
@@ -134,7 +134,7 @@ def _damaged(error: DamagedPieceError) -> Difference:
         row_start=error.rows[0],
         row_stop=error.rows[1],
         files=(str(error.file),),
-        message=f"{error.file}: {error.key}, rows {_span(*error.rows)}: {error.what}",
+        message=str(error.problems[0]),
     )
 
 
@@ -187,7 +187,8 @@ def _names(
 def _compare_tensor(
     name: str, a: StoredTensor, b: StoredTensor, tolerance: float, seen: list[float]
 ) -> list[Difference]:
-    read_a, read_b = a.read_rows, b.read_rows
+    read_a: ReadRows = a.read_rows
+    read_b: ReadRows = b.read_rows
     if a.shape != b.shape and tolerance:
         # Rows of bytes on one side: what prepacking makes of a table.
         read_a, read_b = unpacked_rows(a, b), unpacked_rows(b, a)

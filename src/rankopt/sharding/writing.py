@@ -37,6 +37,7 @@ from rankopt.sharding.stored import (
     SAFETENSORS_DTYPES,
     Key,
     StoredObject,
+    bytes_of,
     fake_load,
     flatten,
     values_at,
@@ -66,7 +67,7 @@ class Place:
         self.blocks[block] = self.blocks.get(block, Checksum()) + added
         with self.file.open("r+b") as stream:
             stream.seek(self.start + (first - cut.row_offset) * part[0].nbytes)
-            stream.write(memoryview(part.view(torch.uint8).numpy()).cast("B"))
+            stream.write(bytes_of(part))
 
     def record(self, name: str) -> PieceRecord:
         cut = self.cut
