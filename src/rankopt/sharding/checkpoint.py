@@ -67,6 +67,7 @@ class PendingSave:
 
     def __init__(self, future: Future[Any], folder: Path) -> None:
         self._future, self._folder = future, folder
+        self._waited = False
 
     def done(self) -> bool:
         """Tell whether it has ended, well or not."""
@@ -76,9 +77,11 @@ class PendingSave:
         """Wait until the checkpoint is in its place.
 
         Raises:
-            CheckpointError: a rank could not write; the last checkpoint is as it was.
+            CheckpointError: a rank could not write; the last checkpoint is as it was. Told once.
         """
-        _told(self._folder, "cannot be written", self._future.result)
+        if not self._waited:
+            self._waited = True
+            _told(self._folder, "cannot be written", self._future.result)
 
 
 class ShardedCheckpoint:

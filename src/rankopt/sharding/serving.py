@@ -185,10 +185,11 @@ def _table(
         got = None if stored is None else stored.shape
         raise CheckpointError(problems=[Problem(name, f"must be {shape} in the checkpoint", got)])
     # A table that every rank would hold is served by the first, or it would be added up twice.
-    own = cuts.get(name, (Cut(0, 0, *shape[:1], 0, shape[1]),))
+    own = cuts.get(name, (Cut(0, 0, shape[0], 0, shape[1]),))
     parts = [_part(stored, cut) for cut in own if cut.rank == rank and cut.num_rows]
     mean = config.pooling == PoolingType.MEAN
-    return _Table(tuple(config.feature_names), *shape, mean, tuple(parts))
+    num_rows, dim = shape
+    return _Table(tuple(config.feature_names), num_rows, dim, mean, tuple(parts))
 
 
 def _part(stored: StoredTensor, cut: Cut) -> _Part:
