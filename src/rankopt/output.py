@@ -98,6 +98,24 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
+def replace_folder(target: Path, partial: Path) -> None:
+    """Put a complete folder in the target's place, for writers that stage a result themselves.
+
+    Raises:
+        EnvironmentProblem: the disk is full or the folder cannot be written.
+    """
+    with _disk_problems(target):
+        _recover(target)
+        _write_marker(partial)
+        _swap(target, partial)
+
+
+def recover_folder(target: Path) -> None:
+    """Finish or undo a replacement that a kill cut short, before the target is read."""
+    if target.parent.is_dir():
+        _recover(target)
+
+
 def write_json_atomic(path: Path, value: Any) -> None:
     """Write JSON so that a reader sees the old file or the new one, never a part.
 

@@ -9,11 +9,14 @@ import typer
 
 from rankopt.cli.console import AsJson, Overwrite, Progress, print_json, print_table
 from rankopt.cli.main import command_line
+from rankopt.cli.shard_reshard import reshard, verify
 
 if TYPE_CHECKING:
     from rankopt.sharding.schema import ShardPlan
 
 app = typer.Typer(no_args_is_help=True)
+app.command()(reshard)
+app.command()(verify)
 
 
 @app.callback()

@@ -56,7 +56,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-class _SafeReader(FileSystemReader):
+class SafeReader(FileSystemReader):
     """PyTorch's reader, its index read by the unpickler above."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -78,7 +78,7 @@ def read_distributed(folder: Path) -> tuple[dict[str, Tensor], str | None]:
 
     Raises:
         CheckpointError: no index, a damaged or missing shard, an index that holds code, or
-            several nested state dicts.
+            several nested state dicts, none of them under `model`.
     """
     if not (folder / ".metadata").is_file():
         raise _refuse(
@@ -86,15 +86,15 @@ def read_distributed(folder: Path) -> tuple[dict[str, Tensor], str | None]:
             "is not a torch.distributed.checkpoint folder: it holds no .metadata",
             hint="Name the folder that holds .metadata and the .distcp files.",
         )
-    reader = _SafeReader(str(folder))
-    metadata = _read_index(folder, reader)
+    reader = SafeReader(str(folder))
+    metadata = read_index(folder, reader)
     names, group = _model_entries(folder, metadata)
     state: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
         if key in names and isinstance(entry, TensorStorageMetadata)
     }
-    _check_shards(folder, metadata)
+    check_shards(folder, metadata)
     try:
         _load_state_dict(
             state_dict=state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True
@@ -107,7 +107,12 @@ def read_distributed(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     return {name: state[key] for key, name in names.items()}, group
 
 
-def _read_index(folder: Path, reader: _SafeReader) -> Metadata:
+def read_index(folder: Path, reader: SafeReader) -> Metadata:
+    """Read a folder's index without running code that it may hold.
+
+    Raises:
+        CheckpointError: the index is damaged or holds code.
+    """
     try:
         metadata = reader.read_metadata()
     except pickle.UnpicklingError as error:
@@ -138,6 +143,8 @@ def _model_entries(folder: Path, metadata: Metadata) -> tuple[dict[str, str], st
             groups[path[0]][key] = path[1]
     if None in groups:
         return groups[None], None
+    if "model" in groups:
+        return groups["model"], "model"
     if len(groups) != 1:
         raise _refuse(
             folder,
@@ -148,8 +155,12 @@ def _model_entries(folder: Path, metadata: Metadata) -> tuple[dict[str, str], st
     return next((names, group) for group, names in groups.items())
 
 
-def _check_shards(folder: Path, metadata: Metadata) -> None:
-    """Find missing and shortened shards before PyTorch meets them in its reading threads."""
+def check_shards(folder: Path, metadata: Metadata) -> None:
+    """Find missing and shortened shards before PyTorch meets them in its reading threads.
+
+    Raises:
+        CheckpointError: every such shard is named.
+    """
     needed: dict[str, int] = {}
     for stored in (metadata.storage_data or {}).values():
         end = stored.offset + stored.length
