@@ -55,7 +55,7 @@ def trained_weights(
         progress(f"{model.name}: training, since there are no weights yet")
         train(card, open_splits(card), folder / "training", card.train, detail)
 
-    from rankopt.train.loop import CHECKPOINT_NAME
+    from rankopt.train.state import CHECKPOINT_NAME
 
     return cached_folder("peers-weights", key, make) / "training" / CHECKPOINT_NAME
 
