@@ -99,11 +99,14 @@ class Watched(ParquetSource):
 
     num_read = 0
 
+    def read(self, num_rows: int) -> None:
+        self.num_read += num_rows
+
     def pieces(self) -> Any:
         def watch(piece: Any) -> Any:
             def read(columns: Any, batch_rows: int) -> Iterator[Any]:
                 for batch, found in piece.read(columns, batch_rows):
-                    self.num_read += batch.num_rows
+                    self.read(batch.num_rows)
                     yield batch, found
 
             return type(piece)(piece.where, read, piece.num_rows, piece.size_bytes)
@@ -292,31 +295,38 @@ def test_an_error_in_a_text_file_names_the_file_and_its_row(tmp_path, card):
         epoch(stream)
 
 
-def test_memory_is_bounded_by_the_window_and_not_by_the_file(tmp_path, card):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_memory_is_bounded_by_the_window_and_not_by_the_file(tmp_path, card, prefetch):
     num_rows, window_rows = 400_000, 10_000
     rows = pa.table({"row": np.arange(num_rows), "label": np.arange(num_rows) % 2})
     offsets = np.arange(num_rows + 1, dtype=np.int32) * 8
     bags = pa.ListArray.from_arrays(offsets, pa.array(np.repeat(np.arange(num_rows), 8)))
-    pq.write_table(rows.append_column("bag", bags), tmp_path / "a.parquet", row_group_size=20_000)
-    row_bytes = 8 + 8 * 8 + 8 + 8
-    source = open_source(tmp_path / "a.parquet")
-    stream = RowStream(card, source, StreamSettings(batch_size=500, window_rows=window_rows))
+    pq.write_table(rows.append_column("bag", bags), tmp_path / "a.parquet", row_group_size=3_000)
+    row_bytes = 8 + 8 * 8 + 8
+    most = {"arrow": 0, "torch": 0}
     before = pa.total_allocated_bytes()
-    most_arrow = most_torch = num_seen = 0
+
+    class Measured(Watched):
+        """Looks at memory where it is fullest: while the next window is read."""
+
+        def read(self, num_rows: int) -> None:
+            super().read(num_rows)
+            most["arrow"] = max(most["arrow"], pa.total_allocated_bytes() - before)
+            most["torch"] = max(most["torch"], tensor_bytes())
+
+    settings = StreamSettings(batch_size=500, window_rows=window_rows, prefetch=prefetch)
+    stream = RowStream(card, Measured(tmp_path / "a.parquet"), settings)
     tracemalloc.start()
-    for batch in stream.batches():
-        num_seen += len(batch)
-        if stream.step % 20 == 0:
-            most_arrow = max(most_arrow, pa.total_allocated_bytes() - before)
-            most_torch = max(most_torch, tensor_bytes())
+    assert sum(map(len, stream.batches())) == num_rows
     _, most_python = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert num_seen == num_rows
-    window_bytes = row_bytes * window_rows
-    assert most_torch < 5 * window_bytes
-    assert most_arrow < 20_000 * row_bytes * 4
-    assert most_python < 8 * window_bytes
-    assert 8 * window_bytes < row_bytes * num_rows / 4  # the file is many times larger
+    # A window joined of its pieces beside them, and batches; a piece of a chunk holds the chunk.
+    window_bytes, chunk_bytes = row_bytes * window_rows, row_bytes * 3_000
+    batches_bytes = row_bytes * 500 * (prefetch + 3)
+    assert window_bytes / 2 < most["torch"] < 2 * window_bytes + chunk_bytes + batches_bytes
+    file_bytes = row_bytes * num_rows  # forty windows
+    assert most["arrow"] < file_bytes / 4
+    assert most_python < file_bytes / 4
 
 
 def tensor_bytes() -> int:

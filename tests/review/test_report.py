@@ -44,7 +44,7 @@ CONTRACT = {
 }  # fmt: skip
 ADDED = {
     "gates", "baselines", "prediction_change", "calibration_curve", "scatter", "statistics_unit",
-    "model", "recipe", "objective", "data", "made_at", "capture", "outputs",
+    "model", "recipe", "objective", "data", "made_at", "capture", "outputs", "training",
 }  # fmt: skip
 
 

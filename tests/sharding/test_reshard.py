@@ -273,7 +273,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """A quarter of the size above the baseline at most; the 4 GiB run is the script's default."""
+    """Half of this small size above the baseline at most; 4 GiB are the script's default."""
     script = Path(__file__).parents[2] / "scripts" / "reshard_memory.py"
     done = subprocess.run(
         [sys.executable, str(script), "--gib", "0.375", "--folder", str(tmp_path)],
@@ -285,4 +285,4 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result["same"]
     for step in result["steps"]:
-        assert step["above_baseline_bytes"] < result["checkpoint_bytes"] / 4
+        assert step["above_baseline_bytes"] < result["checkpoint_bytes"] / 2
