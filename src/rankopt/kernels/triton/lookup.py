@@ -324,6 +324,15 @@ def _whole(ids: Tensor) -> Tensor:
     return torch.where(usable, torch.where(usable, ids, 0.0).to(torch.int64), -1)
 
 
+def _edges(row: PlanRow, inputs: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Return where the lists begin; of several features, where the last one ends too."""
+    given = inputs[row.offsets]
+    if not row.groups:
+        return given.contiguous()
+    edges = torch.nn.functional.pad(given.to(torch.int64).cumsum(0), (1, 0))
+    return edges[row.column * num_rows : (row.column + 1) * num_rows + 1].contiguous()
+
+
 def _launch_list(
     store: Tensor,
     row: PlanRow,
@@ -337,7 +346,7 @@ def _launch_list(
     if row.length:
         ids = _columns(ids, row.column, row.length)
     ids = ids.reshape(-1).contiguous()
-    offsets = inputs[row.offsets].contiguous() if row.length == 0 else ids
+    offsets = _edges(row, inputs, num_rows) if row.length == 0 else ids
     launch(
         _list_kernel,
         (num_rows,),
