@@ -20,6 +20,7 @@ from rankopt.diagnose.schema import (
 )
 from rankopt.review.page import flatten
 from rankopt.review.plots import Figure
+from rankopt.review.rendering import Table
 from rankopt.units import format_bytes, format_duration
 
 PART_HEADINGS = (
@@ -53,15 +54,6 @@ LIMITS = (
     "Bytes are the least that must move: each operand once. Their rate is held against reading "
     "memory of the size that one call touches; a lookup is held against reading its own rows.",
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table: its cells are text."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)

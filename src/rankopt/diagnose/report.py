@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jinja2
-from markupsafe import Markup
-
 from rankopt.diagnose.page import figures, page_of
 from rankopt.diagnose.schema import Diagnosis
+from rankopt.review.rendering import render_markdown, render_page
 
 
 def write_diagnosis(diagnosis: Diagnosis, out: Path) -> dict[str, Path]:
@@ -30,37 +28,11 @@ def write_diagnosis(diagnosis: Diagnosis, out: Path) -> dict[str, Path]:
 
 def to_markdown(diagnosis: Diagnosis) -> str:
     """Write a diagnosis as Markdown."""
-    environment = _environment(autoescape=False)
-    environment.filters["cell"] = _cell
-    template = environment.get_template("diagnose.md.j2")
-    return template.render(diagnosis=diagnosis, page=page_of(diagnosis)).rstrip() + "\n"
+    return render_markdown("diagnose.md.j2", diagnosis=diagnosis, page=page_of(diagnosis))
 
 
 def to_html(diagnosis: Diagnosis) -> str:
     """Write a diagnosis as one page that needs neither network nor other files."""
-    from plotly.offline import get_plotlyjs  # the rest of this module needs none of plotly
-
-    template = _environment(autoescape=True).get_template("diagnose.html.j2")
-    text = template.render(
-        diagnosis=diagnosis,
-        page=page_of(diagnosis),
-        figures=figures(diagnosis),
-        plotly_js=Markup(str(get_plotlyjs())),
+    return render_page(
+        "diagnose.html.j2", diagnosis=diagnosis, page=page_of(diagnosis), figures=figures(diagnosis)
     )
-    return text.rstrip() + "\n"
-
-
-def _environment(*, autoescape: bool) -> jinja2.Environment:
-    # The review's folder: the page is styled and drawn by the same files as a review.
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("rankopt.review", "templates"),
-        autoescape=autoescape,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def _cell(text: str) -> str:
-    """Write any text as one cell of a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from rankopt.models.card import KjtInput, ModelCard, RaggedIdsInput
-from rankopt.passes.graph import aten, constant, fake
+from rankopt.passes.graph import aten, fake
 from rankopt.passes.lookups import Lookup
+from rankopt.passes.made_up import MadeUpRun
 from rankopt.passes.order import written_roots
 
 _MOST_ROWS, _MOST_IDS = 512, 1 << 24
@@ -215,7 +215,7 @@ def _runs_of_features(counts: Sequence[int]) -> dict[int, range]:
     return {number: features for number, features in runs if seen[number] == 1}
 
 
-class _Run:
+class _Run(MadeUpRun):
     """Computes nodes on one set of made-up lists, each once."""
 
     def __init__(
@@ -226,35 +226,14 @@ class _Run:
         values: Tensor,
         weights: Tensor,
     ) -> None:
-        self._module = module
+        known: dict[Node, Any] = {given.values: values, given.lengths: lengths.flatten()}
+        if given.weights is not None:
+            known[given.weights] = weights
+        super().__init__(module, known)
         self._num_rows = lengths.shape[1]
         self._num_lists: Any = fake(given.lengths).shape[0]
-        self._known: dict[Node, Any] = {given.values: values, given.lengths: lengths.flatten()}
-        if given.weights is not None:
-            self._known[given.weights] = weights
 
-    def value(self, node: Node) -> Any:
-        """Compute a node; None where it cannot be run."""
-        try:
-            return self._value(node)
-        except Exception:  # an operator may refuse made-up sizes in any way
-            return None
-
-    def _value(self, node: Node) -> Any:
-        if node not in self._known:
-            self._known[node] = self._compute(node)
-        return self._known[node]
-
-    def _compute(self, node: Node) -> Any:
-        if node.op == "get_attr":
-            return constant(self._module, node)
-        if node.op == "placeholder":
-            return self._size_only(node)
-        target: Any = node.target
-        with torch.no_grad():
-            return target(*map_arg(node.args, self._value), **map_arg(node.kwargs, self._value))
-
-    def _size_only(self, node: Node) -> Tensor:
+    def stand_in(self, node: Node) -> Tensor:
         """Stand in for another input, of which only sizes are read."""
         (batch,) = self._num_lists.node.expr.free_symbols
         sizes: Any = fake(node).shape

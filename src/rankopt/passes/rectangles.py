@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from rankopt.models.card import ModelCard, RaggedIdsInput
-from rankopt.passes.graph import arguments, aten, constant, fake, is_lookup_of
+from rankopt.passes.graph import arguments, aten, fake, is_lookup_of
+from rankopt.passes.made_up import MadeUpRun
 
 _MOST_CELLS = 1 << 26
 """A probe of the allowed pairs holds M * S * S cells; beyond this it is not made."""
@@ -76,18 +76,17 @@ class Rectangle:
         return int(found.pop()) if len(found) == 1 else None
 
 
-class Probe:
+class Probe(MadeUpRun):
     """Runs the part of a graph that depends on one ragged input alone."""
 
     def __init__(self, module: GraphModule, ragged: RaggedInput) -> None:
-        self._module = module
         self.ragged = ragged
         generator = torch.Generator().manual_seed(0)
         # Each length twice, in an order that puts different ones side by side.
         each = torch.arange(ragged.max_length + 1).repeat(2)
         self.lengths = each[torch.randperm(len(each), generator=generator)]
         self.values = torch.arange(1, int(self.lengths.sum()) + 1)
-        self._known: dict[Node, object] = {}
+        super().__init__(module, {ragged.lengths: self.lengths, ragged.values: self.values})
 
     def follows(self, node: Node) -> bool:
         """Tell whether a node's numbers depend on the lengths and ids alone."""
@@ -103,32 +102,11 @@ class Probe:
 
     def run(self, node: Node) -> Tensor | None:
         """Compute a node on the probe's lists; None where it cannot be run."""
-        try:
-            value = self._value(node)
-        except Exception:  # an operator may refuse made-up sizes in any way
-            return None
+        value = self.value(node)
         return value if isinstance(value, Tensor) else None
 
-    def _value(self, node: Node) -> Any:
-        if node not in self._known:
-            self._known[node] = self._compute(node)
-        return self._known[node]
-
-    def _compute(self, node: Node) -> object:
-        if node.op == "get_attr":
-            return constant(self._module, node)
-        if node.op == "placeholder":
-            return self._input(node)
-        target: Any = node.target
-        with torch.no_grad():
-            return target(*map_arg(node.args, self._value), **map_arg(node.kwargs, self._value))
-
-    def _input(self, node: Node) -> Tensor:
-        if node is self.ragged.lengths:
-            return self.lengths
-        if node is self.ragged.values:
-            return self.values
-        # Of the others only sizes are read.
+    def stand_in(self, node: Node) -> Tensor:
+        """Make another input, of which only sizes are read."""
         num_lists = str(fake(self.ragged.lengths).shape[0])
         shape: tuple[Any, ...] = tuple(fake(node).shape)
         sizes = [

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 from pydantic import ValidationError
 
@@ -18,6 +17,7 @@ from rankopt.errors import InputError, Problem
 from rankopt.problems import problems_of_validation
 from rankopt.review import page as words
 from rankopt.review.plots import figures
+from rankopt.review.rendering import make_environment, render_page
 from rankopt.review.schema import Report
 
 
@@ -92,43 +92,22 @@ def to_json(report: Report) -> str:
 
 def to_markdown(report: Report) -> str:
     """Write a report as Markdown for a pull request or a ticket."""
-    environment = _environment(autoescape=False, finalize=_markdown_text)
+    environment = make_environment(autoescape=False, finalize=_markdown_text)
     environment.filters["verbatim"] = _Verbatim
     environment.filters["code"] = _code
-    return _render(report, "report.md.j2", environment)
+    return environment.get_template("report.md.j2").render(_values(report)).rstrip() + "\n"
 
 
 def to_html(report: Report) -> str:
     """Write a report as one page that needs neither network nor other files."""
-    return _render(
-        report,
-        "report.html.j2",
-        _environment(autoescape=True, finalize=_unbroken_percent),
-        figures=figures(report),
-        plotly_js=Markup(_plotly_js()),
+    return render_page(
+        "report.html.j2", finalize=_unbroken_percent, figures=figures(report), **_values(report)
     )
 
 
-def _render(report: Report, name: str, environment: jinja2.Environment, **more: Any) -> str:
-    text = environment.get_template(name).render(
-        report=report,
-        page=words.page_of(report),
-        words=words,
-        symbols=words.SYMBOLS,
-        **more,
-    )
-    return text.rstrip() + "\n"
-
-
-def _environment(*, autoescape: bool, finalize: Any = None) -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("rankopt.review", "templates"),
-        autoescape=autoescape,
-        finalize=finalize,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+def _values(report: Report) -> dict[str, Any]:
+    page = words.page_of(report)
+    return {"report": report, "page": page, "words": words, "symbols": words.SYMBOLS}
 
 
 def _unbroken_percent(value: Any) -> Any:
@@ -153,12 +132,6 @@ def _markdown_text(value: Any) -> Any:
     # Underscores inside a word and lone brackets are plain text, and stay readable.
     marks = re.compile(r"[\\|`*]|(?<!\w)_|_(?!\w)|\](?=\()")
     return marks.sub(lambda found: "\\" + found.group(), text).replace("<", "&lt;")
-
-
-def _plotly_js() -> str:
-    from plotly.offline import get_plotlyjs  # the rest of this module needs none of plotly
-
-    return str(get_plotlyjs())
 
 
 def _plain(value: Any) -> Any:

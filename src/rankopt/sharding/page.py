@@ -10,6 +10,7 @@ from typing import Any
 
 from rankopt.review.page import flatten
 from rankopt.review.plots import Figure
+from rankopt.review.rendering import Table
 from rankopt.sharding.schema import Alternative, MemoryParts, RankLoad, ShardPlan, TablePlan
 from rankopt.units import BYTES_PER_GIB, NS_PER_MS, format_bytes, format_duration
 
@@ -42,15 +43,6 @@ _TIMES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
     ("all-reduce", "#a0609e", lambda rank: rank.all_reduce_ns),
     ("dense", "#7d8794", lambda rank: rank.dense_ns or 0.0),
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table: its cells are text."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)

@@ -53,24 +53,7 @@ def write_plan(plan: ShardPlan, out: Path, *, overwrite: bool = False) -> dict[s
 
 def to_html(plan: ShardPlan) -> str:
     """Write a plan as one page that needs neither network nor other files."""
-    import jinja2
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
+    from rankopt.review.rendering import render_page
     from rankopt.sharding.page import figures, page_of
 
-    # The review's folder: the page is styled and drawn by the same files as a review.
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("rankopt.review", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("shard.html.j2").render(
-        plan=plan,
-        page=page_of(plan),
-        figures=figures(plan),
-        plotly_js=Markup(str(get_plotlyjs())),
-    )
-    return text.rstrip() + "\n"
+    return render_page("shard.html.j2", plan=plan, page=page_of(plan), figures=figures(plan))

@@ -11,6 +11,7 @@ from rankopt.data.report.check import percent
 from rankopt.data.report.schema import ColumnReport, DataReport, Drift, LabelRate, SplitReport
 from rankopt.review.page import flatten
 from rankopt.review.plots import Figure
+from rankopt.review.rendering import Table
 
 COLOURS = ("#2c7fb8", "#d98a1f", "#2a9d8f", "#a0609e", "#8c6d46")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross")
@@ -43,15 +44,6 @@ LIMITS = (
     "request, give more.",
     "Intervals of label rates take rows as independent.",
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table: its cells are text."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True)

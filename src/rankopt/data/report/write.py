@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jinja2
-from markupsafe import Markup
-
 from rankopt.data.report.page import figures, page_of
 from rankopt.data.report.schema import DataReport
+from rankopt.review.rendering import render_markdown, render_page
 
 
 def write_data_report(report: DataReport, out: Path) -> dict[str, Path]:
@@ -30,37 +28,9 @@ def write_data_report(report: DataReport, out: Path) -> dict[str, Path]:
 
 def to_markdown(report: DataReport) -> str:
     """Write a report as Markdown."""
-    environment = _environment(autoescape=False)
-    environment.filters["cell"] = _cell
-    template = environment.get_template("data.md.j2")
-    return template.render(report=report, page=page_of(report)).rstrip() + "\n"
+    return render_markdown("data.md.j2", report=report, page=page_of(report))
 
 
 def to_html(report: DataReport) -> str:
     """Write a report as one page that needs neither network nor other files."""
-    from plotly.offline import get_plotlyjs  # the rest of this module needs none of plotly
-
-    template = _environment(autoescape=True).get_template("data.html.j2")
-    text = template.render(
-        report=report,
-        page=page_of(report),
-        figures=figures(report),
-        plotly_js=Markup(str(get_plotlyjs())),
-    )
-    return text.rstrip() + "\n"
-
-
-def _environment(*, autoescape: bool) -> jinja2.Environment:
-    # The review's folder: the page is styled and drawn by the same files as a review.
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("rankopt.review", "templates"),
-        autoescape=autoescape,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def _cell(text: str) -> str:
-    """Write any text as one cell of a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return render_page("data.html.j2", report=report, page=page_of(report), figures=figures(report))
