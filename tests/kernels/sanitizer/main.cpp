@@ -51,9 +51,14 @@ c10::IValue as_declared(const c10::IValue& value, const c10::TypePtr& type) {
 
 void run(const std::string& name, const c10::ivalue::Tuple& arguments) {
   const auto& declared = find(name).schema().arguments();
+  const auto& given = arguments.elements();
   torch::jit::Stack stack;
-  for (size_t index = 0; index < declared.size(); ++index)
-    stack.push_back(as_declared(arguments.elements()[index], declared[index].real_type()));
+  for (size_t index = 0; index < declared.size(); ++index) {
+    const auto& omitted = declared[index].default_value();
+    TORCH_CHECK(index < given.size() || omitted, name, ": no value for ", declared[index].name());
+    stack.push_back(index < given.size() ? as_declared(given[index], declared[index].real_type())
+                                         : *omitted);
+  }
   call(name, std::move(stack));
 }
 
