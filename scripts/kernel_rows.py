@@ -53,10 +53,12 @@ class KernelRow(_Frozen):
             that runs as a part of a chain only.
         num_rows: that the operator is given: histories have more of them than the batch.
         achieved_per_s, peak_per_s: operations (a multiply and an add are two) or bytes of rows; the
-            peak is a loop of multiply-adds on registers, or reading the same rows.
+            peak is a loop of multiply-adds on registers, or gathering the same rows: copying them
+            as they are, one after the other.
         fraction: of the peak, with its 95 % interval.
+        read_fraction: of a lookup, the time of reading the same rows and no more, over ours.
         write_fraction: of a lookup, the time of reading the same rows and writing as many floats to
-            the same places, over ours: what `fraction` could be at most is the one over the other.
+            the same places, over ours.
         ratio_to_fbgemm: fbgemm's time over ours, with its interval.
         bound: what the time is nearest to, as `rankopt diagnose` says it.
     """
@@ -74,6 +76,7 @@ class KernelRow(_Frozen):
     fraction: float
     ci_low: float
     ci_high: float
+    read_fraction: float | None = None
     write_fraction: float | None = None
     fbgemm_p50_ns: float
     ratio_to_fbgemm: float
@@ -130,9 +133,9 @@ def table(content: dict[str, Any]) -> str:
 
 def _detail(rows: Sequence[KernelRow], goals: KernelGoals) -> list[str]:
     lines = [
-        "| kind | where | shape | rows | time | reaches | of peak | goal | of read and write "
-        "| fbgemm's time / ours | goal | nearest limit |",
-        "|---" * 12 + "|",
+        "| kind | where | shape | rows | time | reaches | of peak | goal | of reading alone "
+        "| of read and write | fbgemm's time / ours | goal | nearest limit |",
+        "|---" * 13 + "|",
     ]
     for row in rows:
         unit = "GB/s" if row.kind == "lookup" else "GOP/s"
@@ -147,7 +150,10 @@ def _detail(rows: Sequence[KernelRow], goals: KernelGoals) -> list[str]:
             f"{row.achieved_per_s / 1e9:.4g} of {row.peak_per_s / 1e9:.4g} {unit}",
             f"{row.fraction:.0%} [{row.ci_low:.0%}, {row.ci_high:.0%}]",
             _verdict(row.ci_low, row.ci_high, wanted),
-            "" if row.write_fraction is None else f"{row.write_fraction:.0%}",
+            *(
+                "" if each is None else f"{each:.0%}"
+                for each in (row.read_fraction, row.write_fraction)
+            ),
             f"{row.ratio_to_fbgemm:.2f} [{row.ratio_ci_low:.2f}, {row.ratio_ci_high:.2f}]",
             _verdict(row.ratio_ci_low, row.ratio_ci_high, against),
             row.bound,

@@ -29,6 +29,7 @@ from kernel_peers import (
     fbgemm_dense,
     fbgemm_lookups,
     gathered,
+    gathered_and_copied,
     gathered_and_written,
     rows_of,
     timed,
@@ -46,6 +47,7 @@ from rankopt.bench.stats import paired_speedup
 from rankopt.data.encode import load_rows
 from rankopt.data.splits import open_splits
 from rankopt.diagnose.machine import machine_peaks
+from rankopt.diagnose.profile import Clock
 from rankopt.diagnose.roofline import Limits
 from rankopt.diagnose.schema import MachinePeaks
 from rankopt.diagnose.timing import windows_of
@@ -83,8 +85,8 @@ class _Found:
 class _Bench:
     """Times operators in turns."""
 
-    def __init__(self, settings: KernelSettings, machine: MachinePeaks) -> None:
-        self.settings, self.machine = settings, machine
+    def __init__(self, settings: KernelSettings, machine: MachinePeaks, clock: Clock) -> None:
+        self.settings, self.machine, self.clock = settings, machine, clock
 
     def dense(
         self, model: str, batch_size: int, call: Dense | Layer, calls: dict[str, int]
@@ -96,9 +98,9 @@ class _Bench:
         moved += 4 * layers[0].num_rows * (widths[0] + widths[-1])
         names = [layer.name for layer in layers]
         return self._row(
-            ours=timed([call.call()]),
+            ours=timed([call.call()], self.clock),
             peak=at_peak(layers),
-            fbgemm=timed([fbgemm_dense(call)]),
+            fbgemm=timed([fbgemm_dense(call)], self.clock),
             work=num_operations,
             bytes_ns=moved / self.machine.read_per_s(moved) * NS_PER_S,
             kind="chain" if len(layers) > 1 else "layer",
@@ -117,10 +119,11 @@ class _Bench:
         sizes = sorted(set(rows[0].row_bytes.tolist()))
         store = call.arguments[0][0].nbytes
         return self._row(
-            ours=timed(call.calls()),
-            peak=gathered(rows),
+            ours=timed(call.calls(), self.clock),
+            peak=gathered_and_copied(rows),
+            read_peak=gathered(rows),
             write_peak=gathered_and_written(call, rows),
-            fbgemm=timed(fbgemm_lookups(call)),
+            fbgemm=timed(fbgemm_lookups(call), self.clock),
             work=statistics.mean(each.num_bytes for each in rows),
             bytes_ns=None,
             kind="lookup",
@@ -138,12 +141,15 @@ class _Bench:
         ours: Sample,
         peak: Sample,
         fbgemm: Sample,
+        read_peak: Sample | None = None,
         write_peak: Sample | None = None,
         work: float,
         bytes_ns: float | None,
         **what: Any,
     ) -> KernelRow:
-        arms = [ours, peak, fbgemm, *([write_peak] if write_peak else [])]
+        others = {"read_fraction": read_peak, "write_fraction": write_peak}
+        given = {name: arm for name, arm in others.items() if arm is not None}
+        arms = [ours, peak, fbgemm, *given.values()]
         blocks = self._in_turns(arms, what["batch_size"])
         against_peak = paired_speedup(blocks[1], blocks[0])
         against_fbgemm = paired_speedup(blocks[2], blocks[0])
@@ -163,7 +169,10 @@ class _Bench:
             fraction=fraction,
             ci_low=against_peak.ci_low,
             ci_high=against_peak.ci_high,
-            write_fraction=paired_speedup(blocks[3], blocks[0]).speedup if write_peak else None,
+            **{
+                name: paired_speedup(samples, blocks[0]).speedup
+                for name, samples in zip(given, blocks[3:], strict=True)
+            },
             fbgemm_p50_ns=against_fbgemm.control_p50_ns,
             ratio_to_fbgemm=against_fbgemm.speedup,
             ratio_ci_low=against_fbgemm.ci_low,
@@ -208,8 +217,9 @@ def measure(settings_file: Path, page: ResultPage, models: Sequence[str]) -> int
     num_threads = settings.num_threads or physical_cores_available()
     torch.set_num_threads(num_threads)
     _say("measuring what this machine can do")
+    clock = Clock()
     machine = machine_peaks(num_threads, again=True)
-    bench, found = _Bench(settings, machine), _Found()
+    bench, found = _Bench(settings, machine, clock), _Found()
     rows: list[KernelRow] = []
     not_run: dict[str, str] = {}
     for model in suite.models:

@@ -63,6 +63,12 @@ def test_every_instruction_set_has_its_loops(isa: str) -> None:
         assert run.peak_gather_write(storage, offsets, all_sizes, places, dims, out) >= 0
         assert bool((out[[0, *range(18, 20), *range(90, 100)]] == -1).all())
         assert bool((out[[1, *range(2, 18), *range(20, 90)]] != -1).all())
+        content = torch.arange(1000).to(torch.uint8)
+        copied = torch.full((4, size + 3), 255, dtype=torch.uint8)
+        assert run.peak_gather_copy(content, offsets, torch.tensor([size]), copied) >= 0
+        wanted = torch.stack([content[at : at + size] for at in offsets.tolist()])
+        assert torch.equal(copied[:, :size], wanted)
+        assert bool((copied[:, size:] == 255).all())
     sizes = torch.tensor([1, 36, 130])
     assert run.peak_gather(storage, torch.tensor([999, 3, 5]), sizes) >= 0
     assert run.peak_gather(storage, torch.empty(0, dtype=torch.int64), sizes[:1]) >= 0
@@ -85,10 +91,14 @@ def test_bad_requests_are_refused() -> None:
     out, one = torch.empty(8), torch.tensor([1])
     for place, dim in ((8, 1), (-2, 1), (4, 5), (0, -1)):
         given = torch.tensor([0]), one, torch.tensor([place]), torch.tensor([dim])
-        with pytest.raises(RuntimeError, match="outside the storage or the result"):
+        with pytest.raises(RuntimeError, match="outside the result"):
             run.peak_gather_write(storage, *given, out)
     with pytest.raises(RuntimeError, match="one a row"):
         run.peak_gather_write(storage, torch.tensor([0, 1]), one, one, one, out)
+    with pytest.raises(RuntimeError, match="longer than a row of out"):
+        run.peak_gather_copy(storage, one, torch.tensor([9]), out.view(torch.uint8)[None, :8])
+    with pytest.raises(RuntimeError, match="one row for each"):
+        run.peak_gather_copy(storage, one, one, storage.view(2, 50))
     with pytest.raises(RuntimeError, match="kind must be"):
         run.peak_compute("int4", 1)
     with pytest.raises(RuntimeError, match="at least 1"):

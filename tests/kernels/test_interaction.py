@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,17 @@ def test_pieces_do_not_change_a_bit(call: Call) -> None:
             whole,
         )
     assert torch.equal(fm_interaction(cut, dim=16), fm_interaction([x], dim=16))
+
+
+@pytest.mark.parametrize("isa", ops.supported_isas())
+def test_every_triangle_is_the_same_row_by_row(isa: str) -> None:
+    ops.set_isa(isa)
+    for num_fields, dim in ((1, 16), (4, 66), (6, 5), (27, 64)):
+        x = normal(29, num_fields * dim)
+        for upper, diagonal in ((False, False), (True, False), (False, True), (True, True)):
+            call = partial(dot_interaction, dim=dim, upper=upper, diagonal=diagonal)
+            rows = [call([one[:, :1]], [one]) for one in x.split(1)]
+            assert torch.equal(call([x[:, :1]], [x]), torch.cat(rows))
 
 
 def test_calls_from_several_python_threads_agree() -> None:

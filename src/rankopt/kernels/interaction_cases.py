@@ -80,6 +80,14 @@ def _dot_grid() -> Iterator[InteractionCase]:
     yield InteractionCase(2, (1,) * 40, 8)  # more tensors than are held without an allocation
     yield InteractionCase(2, (100,), 7, diagonal=True)
     yield InteractionCase(2, (3, 2), 1000, upper=True)
+    # Rows enough to be multiplied side by side, and a group that is not full.
+    for (upper, diagonal), pieces in itertools.product(
+        itertools.product((False, True), repeat=2), _FIELDS
+    ):
+        yield InteractionCase(28, pieces, 18, upper=upper, diagonal=diagonal, num_before=1)
+    for num_rows, dim in itertools.product((12, 13, 16, 17, 31), (1, 7, 64, 70, 130)):
+        yield InteractionCase(num_rows, (1, 10), dim)
+    yield from _variants(30)
     # Large enough that several threads share it.
     yield InteractionCase(513, (1, 26), 64, num_before=64)
     yield InteractionCase(33, (9,), 16, upper=True, rows_per_thread=1)

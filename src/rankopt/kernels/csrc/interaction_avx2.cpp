@@ -21,8 +21,11 @@ struct Avx2Pairs : Avx2 {
   };
   // 12 sums, the others and one field fill the 16 registers.
   static constexpr int kMaxRows = 12;
+  // 9 sums, three fields and one more.
+  static constexpr int kRun = 3;
 
   static Float load(const float* p) { return _mm256_load_ps(p); }
+  static void keep(float* p, Float y) { _mm256_store_ps(p, y); }
   static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static void store(float* p, Float y, int64_t begin, int64_t end) {
     if (begin == 0 && end == kLanes) return _mm256_storeu_ps(p, y);
@@ -72,7 +75,7 @@ struct Avx2Pairs : Avx2 {
 }  // namespace
 
 const Interaction& interaction_avx2() {
-  static const Interaction kernels{dot<Avx2Pairs>, fm<Avx2Pairs>};
+  static const Interaction kernels{dot<Avx2Pairs>, dot_group<Avx2Pairs>, fm<Avx2Pairs>};
   return kernels;
 }
 

@@ -20,8 +20,11 @@ struct Avx512Pairs : Avx512 {
   // A load can be broadcast inside the multiply-add, so 14 sums and one vector are all it holds;
   // more sums would save few loads and no multiply-adds.
   static constexpr int kMaxRows = 14;
+  // 25 sums, five fields and one more.
+  static constexpr int kRun = 5;
 
   static Float load(const float* p) { return _mm512_load_ps(p); }
+  static void keep(float* p, Float y) { _mm512_store_ps(p, y); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static void store(float* p, Float y, int64_t begin, int64_t end) {
     _mm512_mask_storeu_ps(p, static_cast<__mmask16>(lanes_below(end) & ~lanes_below(begin)), y);
@@ -62,7 +65,7 @@ struct Avx512Pairs : Avx512 {
 }  // namespace
 
 const Interaction& interaction_avx512() {
-  static const Interaction kernels{dot<Avx512Pairs>, fm<Avx512Pairs>};
+  static const Interaction kernels{dot<Avx512Pairs>, dot_group<Avx512Pairs>, fm<Avx512Pairs>};
   return kernels;
 }
 

@@ -38,6 +38,11 @@ constexpr int64_t kWorkPerThread = 1 << 18;
 // What a number read costs beside those multiply-adds.
 constexpr int64_t kReadWork = 4;
 
+// Fewer rows than these are multiplied one by one, which takes as long.
+constexpr int64_t kMinGroupRows = 12;
+// What a group of rows holds beside its fields; with more it would leave the second-level cache.
+constexpr int64_t kMaxGroupBytes = 512 << 10;
+
 // Columns that lie side by side in every row of one tensor.
 struct Piece {
   const float* data;
@@ -76,10 +81,12 @@ int64_t count_fields(const char* op, const Pieces& pieces, int64_t dim) {
   return num_fields;
 }
 
-void point_at_fields(const Pieces& pieces, int64_t row, int64_t dim, const float** fields) {
+// Into fields[0], fields[stride] and so on.
+void point_at_fields(const Pieces& pieces, int64_t row, int64_t dim, const float** fields,
+                     int64_t stride = 1) {
   for (const Piece& piece : pieces)
-    for (int64_t column = 0; column < piece.width; column += dim)
-      *fields++ = piece.data + row * piece.stride + column;
+    for (int64_t column = 0; column < piece.width; column += dim, fields += stride)
+      *fields = piece.data + row * piece.stride + column;
 }
 
 int64_t threads_for(int64_t num_rows, int64_t row_work, int64_t rows_per_thread) {
@@ -98,6 +105,67 @@ std::unique_ptr<float, Free> aligned_floats(int64_t size) {
   TORCH_CHECK(memory != nullptr, "dot_interaction: no memory for ", bytes, " bytes");
   return std::unique_ptr<float, Free>(memory);
 }
+
+// Rows of one call on one thread, with the memory they are laid out in.
+class DotRows {
+ public:
+  DotRows(const Pieces& pieces, int64_t num_fields, int64_t dim, bool upper, bool diagonal)
+      : kernel_(kernels()),
+        pieces_(pieces),
+        padded_(divide_up(num_fields, kFieldGroup) * kFieldGroup),
+        row_{nullptr, num_fields, padded_, dim, upper, diagonal, nullptr, nullptr},
+        group_{nullptr, num_fields, dim, upper, diagonal, 0, nullptr, nullptr, nullptr} {}
+
+  bool takes_groups() const {
+    return kernel_.dot_group != nullptr && group_floats() * int64_t{sizeof(float)} <= kMaxGroupBytes;
+  }
+
+  void row(int64_t index, float* out) {
+    if (!columns_) {
+      columns_ = aligned_floats(row_.dim * padded_);
+      fields_.resize(padded_);
+    }
+    point_at_fields(pieces_, index, row_.dim, fields_.data());
+    std::fill(fields_.begin() + row_.num_fields, fields_.end(), fields_[0]);
+    row_.fields = fields_.data();
+    row_.columns = columns_.get();
+    row_.out = out;
+    kernel_.dot(row_);
+  }
+
+  // `count` rows from `index` on.
+  void group(int64_t index, int64_t count, float* const* out) {
+    if (!group_memory_) {
+      group_memory_ = aligned_floats(group_floats());
+      group_fields_.resize(group_.num_fields * kRowGroup);
+    }
+    for (int64_t r = 0; r < kRowGroup; ++r)
+      point_at_fields(pieces_, index + std::min(r, count - 1), group_.dim, group_fields_.data() + r,
+                      kRowGroup);
+    group_.fields = group_fields_.data();
+    group_.num_rows = count;
+    group_.columns = group_memory_.get();
+    group_.sums = group_.columns + group_.num_fields * kDotChunk * kRowGroup;
+    group_.out = out;
+    kernel_.dot_group(group_);
+  }
+
+ private:
+  int64_t group_floats() const {
+    const int64_t num_fields = group_.num_fields;
+    const int64_t num_pairs = num_fields * (num_fields + 1) / 2;
+    return (num_fields * kDotChunk + divide_up(num_pairs, kRowGroup) * kRowGroup) * kRowGroup;
+  }
+
+  const Interaction& kernel_;
+  const Pieces& pieces_;
+  int64_t padded_;
+  DotRow row_;
+  DotGroup group_;
+  std::unique_ptr<float, Free> columns_, group_memory_;
+  c10::SmallVector<const float*, 64> fields_;
+  c10::SmallVector<const float*, 512> group_fields_;
+};
 
 }  // namespace
 
@@ -119,24 +187,29 @@ at::Tensor dot_interaction(at::TensorList before, at::TensorList fields, int64_t
   if (out.numel() == 0) return out;
 
   float* const first = out.mutable_data_ptr<float>();
-  const auto dot = kernels().dot;
-  const int64_t padded = divide_up(num_fields, kFieldGroup) * kFieldGroup;
   const int64_t row_work = dim * num_fields * (num_fields / 2 + kReadWork);
   const int64_t wanted = threads_for(num_rows, row_work, rows_per_thread);
   share_out(wanted, num_rows, 1, [&](Range rows, Range) {
-    const auto columns = aligned_floats(dim * padded);
-    c10::SmallVector<const float*, 64> pointers(padded);
-    DotRow row{pointers.data(), num_fields, padded, dim, upper, diagonal, columns.get(), nullptr};
-    for (int64_t index = rows.begin; index < rows.end; ++index) {
+    DotRows run(parts, num_fields, dim, upper, diagonal);
+    // Past what is copied of the pieces before.
+    const auto place = [&](int64_t index) {
       float* to = first + index * width;
       for (const Piece& piece : lead) {
         std::memcpy(to, piece.data + index * piece.stride, piece.width * sizeof(float));
         to += piece.width;
       }
-      point_at_fields(parts, index, dim, pointers.data());
-      std::fill(pointers.begin() + num_fields, pointers.end(), pointers[0]);
-      row.out = to;
-      dot(row);
+      return to;
+    };
+    for (int64_t index = rows.begin; index < rows.end;) {
+      const int64_t left = std::min(rows.end - index, kRowGroup);
+      const int64_t count = run.takes_groups() && left >= kMinGroupRows ? left : 1;
+      float* to[kRowGroup];
+      for (int64_t r = 0; r < count; ++r) to[r] = place(index + r);
+      if (count > 1)
+        run.group(index, count, to);
+      else
+        run.row(index, to[0]);
+      index += count;
     }
   });
   return out;

@@ -43,7 +43,7 @@ void fm(const FmRow& row) {
 }  // namespace
 
 const Interaction& interaction_scalar() {
-  static const Interaction kernels{dot, fm};
+  static const Interaction kernels{dot, nullptr, fm};
   return kernels;
 }
 

@@ -77,36 +77,75 @@ double peak_read(const at::Tensor& buffer, int64_t num_rounds) {
   return static_cast<double>(size) * static_cast<double>(num_rounds) / seconds;
 }
 
-// Seconds that all threads take to read these rows, each its share of them.
-double peak_gather(const at::Tensor& storage, const at::Tensor& offsets,
-                   const at::Tensor& row_bytes) {
-  TORCH_CHECK(storage.is_contiguous() && storage.element_size() == 1,
-              "peak_gather: storage must be contiguous bytes");
+// Rows that lie anywhere in a block of bytes.
+struct Rows {
+  const uint8_t* base;
+  const int64_t* offsets;
+  const int64_t* sizes;
+  int64_t stride;  // of sizes: 0 where all rows are of one
+  int64_t count;
+};
+
+Rows rows_of(const char* op, const at::Tensor& storage, const at::Tensor& offsets,
+             const at::Tensor& row_bytes) {
+  TORCH_CHECK(storage.is_contiguous() && storage.element_size() == 1, op,
+              ": storage must be contiguous bytes");
   TORCH_CHECK(offsets.scalar_type() == at::kLong && row_bytes.scalar_type() == at::kLong &&
                   offsets.is_contiguous() && row_bytes.is_contiguous() &&
                   (row_bytes.numel() == 1 || row_bytes.numel() == offsets.numel()),
-              "peak_gather: offsets and row_bytes must be contiguous int64, one size or one a row");
-  const auto* base = static_cast<const uint8_t*>(storage.const_data_ptr());
-  const int64_t* first = offsets.const_data_ptr<int64_t>();
-  const int64_t* sizes = row_bytes.const_data_ptr<int64_t>();
-  const int64_t num_rows = offsets.numel(), stride = row_bytes.numel() == 1 ? 0 : 1;
+              op, ": offsets and row_bytes must be contiguous int64, one size or one a row");
+  const Rows rows{static_cast<const uint8_t*>(storage.const_data_ptr()),
+                  offsets.const_data_ptr<int64_t>(), row_bytes.const_data_ptr<int64_t>(),
+                  row_bytes.numel() == 1 ? 0 : 1, offsets.numel()};
   const auto size = static_cast<int64_t>(storage.nbytes());
-  for (int64_t row = 0; row < num_rows; ++row)
-    TORCH_CHECK(first[row] >= 0 && sizes[row * stride] >= 0 &&
-                    first[row] + sizes[row * stride] <= size,
-                "peak_gather: row ", row, " lies outside the storage");
-  const auto gather = [&](int64_t begin, int64_t end) {
-    g_sink += peaks().gather(base, first + begin, sizes + begin * stride, stride, end - begin);
-  };
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const int64_t bytes = rows.sizes[row * rows.stride];
+    TORCH_CHECK(rows.offsets[row] >= 0 && bytes >= 0 && rows.offsets[row] + bytes <= size, op,
+                ": row ", row, " lies outside the storage");
+  }
+  return rows;
+}
+
+// Runs run(begin, end) over rows on all threads and returns the seconds until the last is done.
+template <class Run>
+double over_rows(int64_t num_rows, const Run& run) {
   // One thread does a handful of rows sooner than it could call another.
   constexpr int64_t kRowsPerThread = 256;
-  const auto start = std::chrono::steady_clock::now();
   if (num_rows <= kRowsPerThread) {
-    gather(0, num_rows);
+    const auto start = std::chrono::steady_clock::now();
+    run(0, num_rows);
     return seconds_since(start);
   }
   return on_all_threads([&](int64_t part, int64_t parts) {
-    gather(num_rows * part / parts, num_rows * (part + 1) / parts);
+    run(num_rows * part / parts, num_rows * (part + 1) / parts);
+  });
+}
+
+// Seconds that all threads take to read these rows, each its share of them.
+double peak_gather(const at::Tensor& storage, const at::Tensor& offsets,
+                   const at::Tensor& row_bytes) {
+  const Rows rows = rows_of("peak_gather", storage, offsets, row_bytes);
+  return over_rows(rows.count, [&](int64_t begin, int64_t end) {
+    g_sink += peaks().gather(rows.base, rows.offsets + begin, rows.sizes + begin * rows.stride,
+                             rows.stride, end - begin);
+  });
+}
+
+// Seconds that all threads take to copy these rows as they are to the rows of `out`.
+double peak_gather_copy(const at::Tensor& storage, const at::Tensor& offsets,
+                        const at::Tensor& row_bytes, const at::Tensor& out) {
+  const Rows rows = rows_of("peak_gather_copy", storage, offsets, row_bytes);
+  TORCH_CHECK(out.dim() == 2 && out.is_contiguous() && out.element_size() == 1 &&
+                  out.size(0) == rows.count,
+              "peak_gather_copy: out must be contiguous bytes, one row for each that is read");
+  const int64_t width = out.size(1);
+  for (int64_t row = 0; row < rows.count; ++row)
+    TORCH_CHECK(rows.sizes[row * rows.stride] <= width, "peak_gather_copy: row ", row,
+                " is longer than a row of out");
+  auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  return over_rows(rows.count, [&](int64_t begin, int64_t end) {
+    peaks().gather_copy(rows.base, rows.offsets + begin, rows.sizes + begin * rows.stride,
+                        rows.stride, end - begin, to + begin * width, width);
   });
 }
 
@@ -114,35 +153,25 @@ double peak_gather(const at::Tensor& storage, const at::Tensor& offsets,
 double peak_gather_write(const at::Tensor& storage, const at::Tensor& offsets,
                          const at::Tensor& row_bytes, const at::Tensor& places,
                          const at::Tensor& dims, const at::Tensor& out) {
-  TORCH_CHECK(storage.is_contiguous() && storage.element_size() == 1,
-              "peak_gather_write: storage must be contiguous bytes");
+  const Rows rows = rows_of("peak_gather_write", storage, offsets, row_bytes);
   TORCH_CHECK(out.is_contiguous() && out.scalar_type() == at::kFloat,
               "peak_gather_write: out must be contiguous float32");
-  const int64_t num_rows = offsets.numel();
-  for (const at::Tensor* each : {&offsets, &row_bytes, &places, &dims})
+  for (const at::Tensor* each : {&row_bytes, &places, &dims})
     TORCH_CHECK(each->scalar_type() == at::kLong && each->is_contiguous() &&
-                    each->numel() == num_rows,
+                    each->numel() == rows.count,
                 "peak_gather_write: all that says where rows lie must be contiguous int64, one a row");
-  const GatherWrite work{static_cast<const uint8_t*>(storage.const_data_ptr()),
-                         offsets.const_data_ptr<int64_t>(),
-                         row_bytes.const_data_ptr<int64_t>(),
+  const GatherWrite work{rows.base,
+                         rows.offsets,
+                         rows.sizes,
                          places.const_data_ptr<int64_t>(),
                          dims.const_data_ptr<int64_t>(),
                          out.mutable_data_ptr<float>()};
-  const auto size = static_cast<int64_t>(storage.nbytes());
-  for (int64_t row = 0; row < num_rows; ++row)
-    TORCH_CHECK(work.offsets[row] >= 0 && work.row_bytes[row] >= 0 &&
-                    work.offsets[row] + work.row_bytes[row] <= size && work.places[row] >= -1 &&
-                    work.dims[row] >= 0 && work.places[row] + work.dims[row] <= out.numel(),
-                "peak_gather_write: row ", row, " lies outside the storage or the result");
-  constexpr int64_t kRowsPerThread = 256;
-  const auto start = std::chrono::steady_clock::now();
-  if (num_rows <= kRowsPerThread) {
-    g_sink += peaks().gather_write(work, 0, num_rows);
-    return seconds_since(start);
-  }
-  return on_all_threads([&](int64_t part, int64_t parts) {
-    g_sink += peaks().gather_write(work, num_rows * part / parts, num_rows * (part + 1) / parts);
+  for (int64_t row = 0; row < rows.count; ++row)
+    TORCH_CHECK(work.places[row] >= -1 && work.dims[row] >= 0 &&
+                    work.places[row] + work.dims[row] <= out.numel(),
+                "peak_gather_write: row ", row, " lies outside the result");
+  return over_rows(rows.count, [&](int64_t begin, int64_t end) {
+    g_sink += peaks().gather_write(work, begin, end);
   });
 }
 
@@ -155,6 +184,8 @@ TORCH_LIBRARY_FRAGMENT(rankopt, m) {
   m.def("peak_read(Tensor buffer, int num_rounds) -> float", rankopt::peak_read);
   m.def("peak_gather(Tensor storage, Tensor offsets, Tensor row_bytes) -> float",
         rankopt::peak_gather);
+  m.def("peak_gather_copy(Tensor storage, Tensor offsets, Tensor row_bytes, Tensor(a!) out) -> float",
+        rankopt::peak_gather_copy);
   m.def(
       "peak_gather_write(Tensor storage, Tensor offsets, Tensor row_bytes, Tensor places, Tensor "
       "dims, Tensor(a!) out) -> float",

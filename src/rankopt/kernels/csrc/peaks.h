@@ -27,6 +27,9 @@ struct Peaks {
   // Reads rows that lie anywhere, asking for a row some rows before it is read.
   uint64_t (*gather)(const uint8_t* base, const int64_t* offsets, const int64_t* row_bytes,
                      int64_t row_bytes_stride, int64_t num_rows);
+  // Copies such rows to places `out_stride` bytes apart.
+  void (*gather_copy)(const uint8_t* base, const int64_t* offsets, const int64_t* row_bytes,
+                      int64_t row_bytes_stride, int64_t num_rows, uint8_t* out, int64_t out_stride);
   uint64_t (*gather_write)(const GatherWrite& work, int64_t begin, int64_t end);
 };
 

@@ -22,6 +22,9 @@ struct Bytes32 {
   static void store(uint8_t* p, Sum sum) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), sum);
   }
+  static void copy(uint8_t* to, const uint8_t* from) {
+    store(to, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
   static uint64_t fold(Sum sum) {
     alignas(32) uint64_t words[4];
     _mm256_store_si256(reinterpret_cast<__m256i*>(words), sum);
@@ -64,7 +67,7 @@ int64_t int8(int64_t num_rounds, float* sink) {
 
 const Peaks& peaks_avx2() {
   static const Peaks peaks{fp32, int8, nullptr, read_bytes<Bytes32>, gather_rows<Bytes32>,
-                           gather_write_rows<Bytes32>};
+                           gather_copy_rows<Bytes32>, gather_write_rows<Bytes32>};
   return peaks;
 }
 

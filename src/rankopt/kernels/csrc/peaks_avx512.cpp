@@ -20,6 +20,7 @@ struct Bytes64 {
     return _mm512_add_epi64(sum, _mm512_loadu_si512(p));
   }
   static void store(uint8_t* p, Sum sum) { _mm512_storeu_si512(p, sum); }
+  static void copy(uint8_t* to, const uint8_t* from) { store(to, _mm512_loadu_si512(from)); }
   static uint64_t fold(Sum sum) {
     alignas(64) uint64_t words[8];
     _mm512_store_si512(words, sum);
@@ -63,7 +64,7 @@ int64_t int8(int64_t num_rounds, float* sink) {
 
 const Peaks& peaks_avx512() {
   static const Peaks peaks{fp32, int8, nullptr, read_bytes<Bytes64>, gather_rows<Bytes64>,
-                           gather_write_rows<Bytes64>};
+                           gather_copy_rows<Bytes64>, gather_write_rows<Bytes64>};
   return peaks;
 }
 

@@ -29,7 +29,7 @@ const Peaks& peaks_avx512_vnni() {
   static const Peaks peaks{peaks_avx512().fp32, int8,
                            __builtin_cpu_supports("avx512bf16") ? peak_bf16_avx512 : nullptr,
                            peaks_avx512().read, peaks_avx512().gather,
-                           peaks_avx512().gather_write};
+                           peaks_avx512().gather_copy, peaks_avx512().gather_write};
   return peaks;
 }
 

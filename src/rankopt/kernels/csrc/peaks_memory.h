@@ -41,6 +41,25 @@ uint64_t gather_rows(const uint8_t* base, const int64_t* offsets, const int64_t*
   return total + Vector::fold(sum);
 }
 
+// Copies the same rows to places one after the other, `stride` bytes apart.
+template <class Vector>
+void gather_copy_rows(const uint8_t* base, const int64_t* offsets, const int64_t* row_bytes,
+                      int64_t row_bytes_stride, int64_t num_rows, uint8_t* out, int64_t stride) {
+  for (int64_t row = 0; row < num_rows; ++row, out += stride) {
+    if (row + kGatherAhead < num_rows) {
+      const uint8_t* next = base + offsets[row + kGatherAhead];
+      const int64_t size = row_bytes[(row + kGatherAhead) * row_bytes_stride];
+      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(next + i);
+    }
+    const uint8_t* bytes = base + offsets[row];
+    const int64_t size = row_bytes[row * row_bytes_stride];
+    int64_t i = 0;
+    for (; i + Vector::kBytes <= size; i += Vector::kBytes) Vector::copy(out + i, bytes + i);
+    for (; i + 4 <= size; i += 4) __builtin_memcpy(out + i, bytes + i, 4);
+    for (; i < size; ++i) out[i] = bytes[i];
+  }
+}
+
 // Reads the same rows, and writes of each, where it has a place, what a lookup would write there: as
 // many floats, of whatever was read.
 template <class Vector>

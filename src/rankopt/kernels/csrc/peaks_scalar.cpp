@@ -16,6 +16,7 @@ struct Words {
     return sum + word;
   }
   static void store(uint8_t* p, Sum sum) { __builtin_memcpy(p, &sum, sizeof(sum)); }
+  static void copy(uint8_t* to, const uint8_t* from) { __builtin_memcpy(to, from, kBytes); }
   static uint64_t fold(Sum sum) { return sum; }
 };
 
@@ -46,7 +47,7 @@ int64_t int8(int64_t num_rounds, float* sink) {
 
 const Peaks& peaks_scalar() {
   static const Peaks peaks{fp32, int8, nullptr, read_bytes<Words>, gather_rows<Words>,
-                           gather_write_rows<Words>};
+                           gather_copy_rows<Words>, gather_write_rows<Words>};
   return peaks;
 }
 
