@@ -15,12 +15,13 @@ struct Sequences {
   int64_t num_heads, head_width, num_context, max_length, num_lists;
   bool align_right;
   float score_scale, weight_scale;
-  const float* bias;  // [heads, 2 S - 1] or null
+  std::vector<float> bias;  // [heads, 2 S - 1] and room for a vector; empty: none
   Rows k, v;
   RaggedLists lists;
 
   int64_t num_positions() const { return num_context + max_length + 1; }
   int64_t num_keys(int64_t list) const { return num_context + lists.count[list]; }
+  int64_t num_biases() const { return 2 * num_positions() - 1; }
   // Of the first id of a list that counts.
   int64_t first_position(int64_t list) const {
     return num_context + (align_right ? max_length - lists.count[list] : 0);
@@ -54,16 +55,17 @@ Sequences sequences_of(const char* op, const at::Tensor& q, const at::Tensor& k,
   s.lists = ragged_lists(op, lengths, k.size(0) - s.num_lists * num_context, max_length);
   if (bias.has_value() && bias->defined()) {
     TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->dim() == 2 &&
-                    bias->size(0) == num_heads && bias->size(1) == 2 * s.num_positions() - 1,
-                op, ": bias must be contiguous float32 [", num_heads, ", ",
-                2 * s.num_positions() - 1, "]; got ", bias->scalar_type(), " ", bias->sizes());
-    s.bias = bias->const_data_ptr<float>();
+                    bias->size(0) == num_heads && bias->size(1) == s.num_biases(),
+                op, ": bias must be contiguous float32 [", num_heads, ", ", s.num_biases(), "]; got ", bias->scalar_type(), " ", bias->sizes());
+    s.bias.resize(bias->numel() + kTileOutputs);
+    std::copy_n(bias->const_data_ptr<float>(), bias->numel(), s.bias.data());
   }
   return s;
 }
 
 struct Scratch {
-  std::vector<float> keys, values, scores;
+  std::vector<float> keys, values, scores, bias;
+  int64_t scores_stride = 0;
   int64_t list = -1, head = -1;
 
   // Lays the keys and values of one head of a list out as the products read them.
@@ -71,7 +73,9 @@ struct Scratch {
     const int64_t n = s.num_keys(list), width = s.head_width, context = s.num_context;
     keys.resize(divide_up(n, kTileOutputs) * kTileOutputs * width);
     values.resize(divide_up(width, kTileOutputs) * kTileOutputs * n);
-    scores.resize(kBlockQueries * n);
+    scores_stride = divide_up(n, kTileOutputs) * kTileOutputs;
+    scores.resize(kBlockQueries * scores_stride);
+    bias.resize(scores_stride);
     const int64_t first = s.first_row(list), at = s.head_at(head), count = n - context;
     steps.interleave(s.k.at(list * context) + at, s.k.stride, context, width, 0, keys.data());
     steps.interleave(s.k.at(first) + at, s.k.stride, count, width, context, keys.data());
@@ -80,16 +84,21 @@ struct Scratch {
   }
 };
 
-// scores[i] of query at `position`, its first num_keys of the list's keys.
-void weigh_query(const Sequences& s, const AttentionSteps& steps, int64_t list, int64_t head,
-                 int64_t position, int64_t num_keys, float* scores) {
+// Query r of a block stands at `position` and sees the first num_keys of the list's keys.
+void weigh_query(const Sequences& s, const AttentionSteps& steps, Scratch& scratch, int64_t list,
+                 int64_t head, int64_t position, int64_t num_keys, int64_t r) {
   const float* bias = nullptr;
-  if (s.bias != nullptr)
-    bias = s.bias + (head * 2 + 1) * s.num_positions() - head - 1 - position;
-  const int64_t context = std::min(num_keys, s.num_context);
-  steps.weigh(scores, context, bias, s.score_scale, s.weight_scale);
-  steps.weigh(scores + context, num_keys - context,
-              bias == nullptr ? nullptr : bias + s.first_position(list), s.score_scale,
+  if (!s.bias.empty()) {
+    bias = s.bias.data() + (head * 2 + 1) * s.num_positions() - head - 1 - position;
+    const int64_t first = s.first_position(list), context = s.num_context;
+    // Ids that do not come right after the context.
+    if (first != context && num_keys > context) {
+      std::copy_n(bias, context, scratch.bias.data());
+      std::copy_n(bias + first, num_keys - context, scratch.bias.data() + context);
+      bias = scratch.bias.data();
+    }
+  }
+  steps.weigh(scratch.scores.data() + r * scratch.scores_stride, num_keys, bias, s.score_scale,
               s.weight_scale);
 }
 
@@ -99,7 +108,8 @@ void gather(const Sequences& s, const AttentionSteps& steps, const Scratch& scra
             int64_t num_queries, int64_t num_keys, float* out, int64_t out_stride) {
   const int64_t n = s.num_keys(list);
   for (int64_t d = 0; d < s.head_width; d += kTileOutputs) {
-    const Fp32Block block = product(scratch.scores.data(), n, num_queries, num_keys,
+    const Fp32Block block = product(scratch.scores.data(), scratch.scores_stride, num_queries,
+                                    num_keys,
                                     scratch.values.data() + d * n,
                                     std::min(kTileOutputs, s.head_width - d), out + d, out_stride);
     steps.linear.wide(block);
@@ -117,10 +127,10 @@ void attend(const Sequences& s, const AttentionSteps& steps, Scratch& scratch, i
     const int64_t num_keys = causal ? i + num_queries : n;
     float* scores = scratch.scores.data();
     steps.linear.wide(product(q.at(from) + at, q.stride, num_queries, s.head_width,
-                              scratch.keys.data(), num_keys, scores, n));
-    for (int64_t r = 0; r < num_queries; ++r, scores += n) {
+                              scratch.keys.data(), num_keys, scores, scratch.scores_stride));
+    for (int64_t r = 0; r < num_queries; ++r, scores += scratch.scores_stride) {
       const int64_t seen = causal ? i + r + 1 : n;
-      weigh_query(s, steps, list, head, position + i - begin + r, seen, scores);
+      weigh_query(s, steps, scratch, list, head, position + i - begin + r, seen, r);
       std::fill(scores + seen, scores + num_keys, 0.0f);
     }
     gather(s, steps, scratch, list, num_queries, num_keys, out + from * width + at, width);
@@ -189,24 +199,25 @@ at::Tensor hstu_candidate_attention(const at::Tensor& q, const at::Tensor& k, co
       at::empty({num_rows, width}, q.options().memory_format(at::MemoryFormat::Contiguous));
   float* to = out.mutable_data_ptr<float>();
   const AttentionSteps steps = attention_steps();
-  const int64_t last = s.num_positions() - 1, num_biases = 2 * s.num_positions() - 1;
+  const int64_t last = s.num_positions() - 1;
   over_units<Scratch>(num_runs * num_heads, work, [&](int64_t unit, Scratch& scratch) {
     const int64_t run = unit / num_heads, head = unit % num_heads, at = s.head_at(head);
     const int64_t list = list_of[starts[run]], n = s.num_keys(list);
     scratch.pack(s, steps, list, head);
     for (int64_t b = starts[run]; b < starts[run + 1]; b += kBlockQueries) {
       const int64_t num_queries = std::min(kBlockQueries, starts[run + 1] - b);
-      float* scores = scratch.scores.data();
       steps.linear.wide(product(queries.at(b) + at, queries.stride, num_queries, s.head_width,
-                                scratch.keys.data(), n, scores, n));
+                                scratch.keys.data(), n, scratch.scores.data(),
+                                scratch.scores_stride));
       for (int64_t r = 0; r < num_queries; ++r)
-        weigh_query(s, steps, list, head, last, n, scores + r * n);
+        weigh_query(s, steps, scratch, list, head, last, n, r);
       gather(s, steps, scratch, list, num_queries, n, to + b * width + at, width);
       for (int64_t r = b; r < b + num_queries; ++r) {
-        float own = steps.dot(queries.at(r) + at, own_keys.at(r) + at, s.head_width);
-        const float* bias_at = s.bias == nullptr ? nullptr : s.bias + head * num_biases + last;
-        steps.weigh(&own, 1, bias_at, s.score_scale, s.weight_scale);
-        steps.add_scaled(own, own_values.at(r) + at, s.head_width, to + r * width + at);
+        float own[kTileOutputs] = {steps.dot(queries.at(r) + at, own_keys.at(r) + at, s.head_width)};
+        const float* bias_at =
+            s.bias.empty() ? nullptr : s.bias.data() + head * s.num_biases() + last;
+        steps.weigh(own, 1, bias_at, s.score_scale, s.weight_scale);
+        steps.add_scaled(own[0], own_values.at(r) + at, s.head_width, to + r * width + at);
       }
     }
   });

@@ -9,7 +9,12 @@ namespace {
 
 // Pairs whose hidden units stay in the first-level cache.
 constexpr int64_t kBlockPairs = 24;
-constexpr int64_t kBlockCandidates = 16;
+constexpr int64_t kMaxBlockCandidates = 16;
+
+// Candidates that a thread takes at a time: few rows are shared too.
+int64_t block_candidates(int64_t num_rows) {
+  return std::clamp<int64_t>(divide_up(num_rows, at::get_num_threads()), 1, kMaxBlockCandidates);
+}
 
 struct Layer {
   const float *packed, *bias, *slope, *scale, *shift;
@@ -112,7 +117,7 @@ class Scorer {
   Scorer(const AttentionSteps& steps, const Network& network, const Rows& queries, int64_t dim,
          Scratch& scratch)
       : steps_(steps), network_(network), queries_(queries), dim_(dim), scratch_(scratch) {
-    scratch_.bias.resize(kBlockCandidates * width());
+    scratch_.bias.resize(kMaxBlockCandidates * width());
     scratch_.mixed.resize(num_tiles() * kTileOutputs * dim);
     scratch_.hidden.resize(kBlockPairs * network.widest);
     scratch_.next.resize(kBlockPairs * network.widest);
@@ -230,9 +235,9 @@ at::Tensor target_attention(const at::Tensor& query, const at::Tensor& keys,
       at::empty({num_rows, dim}, query.options().memory_format(at::MemoryFormat::Contiguous));
   float* to = out.mutable_data_ptr<float>();
   const AttentionSteps steps = attention_steps();
-  over_units<Scratch>(divide_up(num_rows, kBlockCandidates), work, [&](int64_t unit, Scratch& s) {
-    const int64_t begin = unit * kBlockCandidates;
-    const int64_t end = std::min(begin + kBlockCandidates, num_rows);
+  const int64_t per_unit = block_candidates(num_rows);
+  over_units<Scratch>(divide_up(num_rows, per_unit), work, [&](int64_t unit, Scratch& s) {
+    const int64_t begin = unit * per_unit, end = std::min(begin + per_unit, num_rows);
     Scorer scorer(steps, network, queries, dim, s);
     scorer.begin(begin, end);
     for (int64_t b = begin; b < end; ++b) {
@@ -283,9 +288,9 @@ at::Tensor masked_target_attention(const at::Tensor& query, const at::Tensor& ke
       at::empty({num_rows, dim}, query.options().memory_format(at::MemoryFormat::Contiguous));
   float* to = out.mutable_data_ptr<float>();
   const AttentionSteps steps = attention_steps();
-  over_units<Scratch>(divide_up(num_rows, kBlockCandidates), work, [&](int64_t unit, Scratch& s) {
-    const int64_t begin = unit * kBlockCandidates;
-    const int64_t end = std::min(begin + kBlockCandidates, num_rows);
+  const int64_t per_unit = block_candidates(num_rows);
+  over_units<Scratch>(divide_up(num_rows, per_unit), work, [&](int64_t unit, Scratch& s) {
+    const int64_t begin = unit * per_unit, end = std::min(begin + per_unit, num_rows);
     s.gathered.resize(kBlockPairs * dim);
     s.weight.resize(num_places);
     Scorer scorer(steps, network, queries, dim, s);
