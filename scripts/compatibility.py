@@ -10,7 +10,6 @@ should run on the machine.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from result_page import ResultPage  # noqa: E402
+from result_page import ResultPage, act, result_parser  # noqa: E402
 
 from compat.suite import Entry, checkpoint, entries, measure, recipe  # noqa: E402
 
@@ -36,7 +35,6 @@ def measure_all(chosen: list[Entry], work: Path, missing_only: bool) -> None:
         rows[entry.library, entry.model] = row
         print(f"  {row['error'] or row['verdict']}", flush=True)
         _write([rows[e.library, e.model] for e in entries() if (e.library, e.model) in rows])
-    PAGE.write_table()
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
@@ -118,8 +116,7 @@ PAGE = ResultPage(
 
 def main() -> int:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("action", choices=("measure", "table", "check"))
+    parser = result_parser(__doc__)
     parser.add_argument("--models", nargs="+", metavar="LIBRARY-MODEL", help="all when not given")
     parser.add_argument("--missing", action="store_true", help="only what has no row yet")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "compat")
@@ -128,14 +125,8 @@ def main() -> int:
     unknown = sorted(set(given.models or ()) - set(known))
     if unknown:
         parser.error(f"unknown models {unknown}; known: {', '.join(known)}")
-    if given.action == "table":
-        PAGE.write_table()
-    elif given.action == "check":
-        return PAGE.check()
-    else:
-        chosen = [known[name] for name in given.models or known]
-        measure_all(chosen, given.work, given.missing)
-    return 0
+    chosen = [known[name] for name in given.models or known]
+    return act(given.action, [PAGE], lambda: measure_all(chosen, given.work, given.missing))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Nothing else should run on the machine.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import yaml
-from result_page import ResultPage
+from result_page import ROOT, ResultPage, act, result_parser
 
 from rankopt.artifact.build import write_artifact
 from rankopt.artifact.contract import contract_of
@@ -39,7 +38,6 @@ from rankopt.recipe import parse_pass
 from rankopt.runtime import load_artifact
 from rankopt.units import format_duration
 
-ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ROOT / "benchmarks" / "hoisting.yaml"
 SEED = 7
 
@@ -56,7 +54,6 @@ def measure(models: list[str], settings: dict[str, Any]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         print(f"  {rows[model]}", flush=True)
         PAGE.write(rows=[rows[name] for name in settings["models"] if name in rows])
-    PAGE.write_table()
 
 
 def _measure_one(model: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -169,19 +166,12 @@ PAGE = ResultPage(
 def main() -> int:
     """Read the command line."""
     settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("action", choices=("measure", "table", "check"))
+    parser = result_parser(__doc__)
     parser.add_argument(
         "--models", nargs="+", choices=settings["models"], default=settings["models"]
     )
     given = parser.parse_args()
-    if given.action == "measure":
-        measure(given.models, settings)
-    elif given.action == "table":
-        PAGE.write_table()
-    else:
-        return PAGE.check()
-    return 0
+    return act(given.action, [PAGE], lambda: measure(given.models, settings))
 
 
 if __name__ == "__main__":

@@ -240,20 +240,10 @@ def _bags(
     row: PlanRow, inputs: Sequence[Tensor], num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a lookup's ids, how many each row has, and their weights."""
-    ids = inputs[row.source]
-    weights = inputs[row.weights].reshape(-1) if row.weights >= 0 else None
-    if row.length:
-        ids = ids.reshape(num_rows, -1)[:, row.column : row.column + row.length]
-        return ids.reshape(-1).long(), torch.full((num_rows,), row.length), weights
-    if row.groups:
-        counts = inputs[row.offsets].long().view(row.groups, num_rows)
-        begin = int(counts[: row.column].sum())
-        own = slice(begin, begin + int(counts[row.column].sum()))
-        return ids[own].long(), counts[row.column], None if weights is None else weights[own]
-    offsets = inputs[row.offsets].long()
-    if len(offsets) == num_rows:
-        offsets = torch.cat([offsets, torch.tensor([len(ids)])])
-    return ids[int(offsets[0]) : int(offsets[-1])].long(), offsets.diff(), weights
+    edges = row.edges(inputs, num_rows)
+    own = slice(int(edges[0]), int(edges[-1]))
+    weights = inputs[row.weights].reshape(-1)[own] if row.weights >= 0 else None
+    return row.ids(inputs)[own].long(), edges.diff(), weights
 
 
 def _fbgemm(

@@ -10,7 +10,6 @@ is one operator on the same memory, not the settings of an engine.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -18,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from kernel_peers import (
     timed,
 )
 from kernel_rows import KernelResult, KernelRow, KernelSettings, read_settings, table
-from result_page import ResultPage
+from result_page import ROOT, ResultPage, act, result_parser
 
 from rankopt.bench.backend import KEPT_MEMORY
 from rankopt.bench.peers.suite import load_suite
@@ -55,7 +55,6 @@ from rankopt.errors import RankoptError
 from rankopt.models.card import ModelCard
 from rankopt.units import NS_PER_S
 
-ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ROOT / "benchmarks" / "kernels.yaml"
 RESULT = ROOT / "benchmarks" / "results" / "kernels.json"
 SEED = 7
@@ -278,8 +277,7 @@ def _with_kept_memory() -> None:
 
 def main() -> int:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("action", choices=("measure", "table", "check"))
+    parser = result_parser(__doc__)
     parser.add_argument("--settings", type=Path, default=SETTINGS)
     parser.add_argument("--models", nargs="+", default=[])
     parser.add_argument("--result", type=Path, help="write here, and leave the page alone")
@@ -294,14 +292,12 @@ def main() -> int:
         script="scripts/kernels.py",
         marker="kernels",
     )
-    if given.action == "check":
-        return page.check()
-    code = measure(given.settings, page, given.models) if given.action == "measure" else 0
-    if given.result is None:
-        page.write_table()
-    else:
-        print(table(page.read()))
-    return code
+    run = partial(measure, given.settings, page, given.models)
+    if given.result is None or given.action == "check":
+        return act(given.action, [page], run)
+    status = run() if given.action == "measure" else 0
+    print(table(page.read()))
+    return status
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ Nothing else should run on the machine. `measure` goes on from what a stopped ru
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from result_page import ResultPage
+from result_page import ROOT, ResultPage, act, result_parser
 
 from rankopt.bench.peers.report import breakdown_table, mean_text, missed_text
 from rankopt.bench.peers.result import GeometricMean, PeerResult
 from rankopt.units import format_duration
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "peers.json"
 
 
@@ -32,8 +29,6 @@ def measure() -> None:
     done = subprocess.run([*command, "--overwrite", "--resume"], cwd=ROOT, check=False)
     if done.returncode not in (0, 1):
         sys.exit(f"rankopt bench ended with {done.returncode}")
-    for page in PAGES:
-        page.write_table()
 
 
 def short_table(content: dict[str, Any]) -> str:
@@ -178,17 +173,7 @@ PAGES = tuple(
 
 def main() -> int:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("action", choices=("measure", "table", "check"))
-    action = parser.parse_args().action
-    if action == "measure":
-        measure()
-    elif action == "table":
-        for page in PAGES:
-            page.write_table()
-    else:
-        return max(page.check() for page in PAGES)
-    return 0
+    return act(result_parser(__doc__).parse_args().action, PAGES, measure)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""A committed result file, and the page that shows it as a table between two markers."""
+"""A committed result file, and the page that shows it as a table between two markers.
+
+A script of a result reads its command line with `result_parser` and does what it says with `act`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rankopt.environment import collect_environment
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -68,3 +74,30 @@ class ResultPage:
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(end)
         return f"{before}{start}\n{self.table(self.read())}\n{end}{after}"
+
+
+def result_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what can be done with a result; a script adds options of its own.
+
+    Args:
+        description: the script's docstring, whose first line is shown.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("action", choices=("measure", "table", "check"))
+    return parser
+
+
+def act(action: str, pages: Sequence[ResultPage], measure: Callable[[], int | None]) -> int:
+    """Measure and write the tables, write them alone, or check them; returns the exit status.
+
+    Args:
+        action: as `result_parser` reads it.
+        pages: all that show the result.
+        measure: writes the result; may return a status.
+    """
+    if action == "check":
+        return max(page.check() for page in pages)
+    status = measure() if action == "measure" else None
+    for page in pages:
+        page.write_table()
+    return status or 0

@@ -9,18 +9,16 @@ Each model is measured by the commands a user would type; nothing else should ru
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from result_page import ResultPage
+from result_page import ROOT, ResultPage, act, result_parser
 
 from rankopt.units import format_bytes, format_duration
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "serve-int8"
 MODELS = (
     "dlrm-synthetic",
@@ -38,7 +36,6 @@ def measure(models: list[str], work: Path) -> None:
     for model in models:
         rows[model] = _measure_one(model, work / model)
         _write([rows[name] for name in MODELS if name in rows])
-    PAGE.write_table()
 
 
 def _measure_one(model: str, folder: Path) -> dict[str, Any]:
@@ -139,18 +136,11 @@ PAGE = ResultPage(
 
 def main() -> int:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("action", choices=("measure", "table", "check"))
+    parser = result_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "results")
     given = parser.parse_args()
-    if given.action == "measure":
-        measure(given.models, given.work)
-    elif given.action == "table":
-        PAGE.write_table()
-    else:
-        return PAGE.check()
-    return 0
+    return act(given.action, [PAGE], lambda: measure(given.models, given.work))
 
 
 if __name__ == "__main__":

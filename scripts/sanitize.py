@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
-from rankopt.kernels.build import SOURCE_DIR, cache_dir, find_compiler
+from rankopt.kernels.build import SOURCE_DIR, cache_dir, require_compiler
 from rankopt.kernels.registry import KERNELS
 
 PROGRAM = Path(__file__).resolve().parent.parent / "tests/kernels/sanitizer/main.cpp"
@@ -102,7 +102,7 @@ def count_numbers(arguments: Sequence[Any]) -> int:
 
 def build(folder: Path) -> Path:
     """Compile what changed and link it."""
-    compiler = find_compiler()
+    compiler = require_compiler()
     headers = hashlib.sha256()
     for header in sorted(SOURCE_DIR.glob("*.h")):
         headers.update(header.read_bytes())

@@ -9,14 +9,13 @@ About a quarter of an hour on two cores; nothing else should run on the machine.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
-from result_page import ResultPage
+from result_page import ROOT, ResultPage, act, result_parser
 
 from rankopt.bench.plan import load_plan
 from rankopt.data.splits import open_splits
@@ -26,7 +25,6 @@ from rankopt.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
 from rankopt.train.seeds import train_seeds
 from rankopt.units import format_bytes, format_duration
 
-ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ROOT / "benchmarks" / "training.yaml"
 
 
@@ -38,7 +36,6 @@ def measure(models: list[str], settings: dict[str, Any], num_seeds: int) -> None
             rows += _measure_one(model, settings, range(num_seeds), Path(folder))
         order = list(settings["models"])
         PAGE.write(rows=sorted(rows, key=lambda row: order.index(row["model"])))
-    PAGE.write_table()
 
 
 def _measure_one(
@@ -152,18 +149,11 @@ def main() -> int:
     """Read the command line."""
     settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))
     names = list(settings["models"])
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("action", choices=("measure", "table", "check"))
+    parser = result_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--seeds", type=int, default=settings["seeds"])
     given = parser.parse_args()
-    if given.action == "measure":
-        measure(given.models, settings, given.seeds)
-    elif given.action == "table":
-        PAGE.write_table()
-    else:
-        return PAGE.check()
-    return 0
+    return act(given.action, [PAGE], lambda: measure(given.models, settings, given.seeds))
 
 
 if __name__ == "__main__":

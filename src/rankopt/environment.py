@@ -129,7 +129,7 @@ def installed_libraries(names: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler that kernels are built with: $CXX, else the first on the path."""
+    """Return the path of `$CXX`, else of g++, else of c++ or clang++; None where there is none."""
     chosen = os.environ.get("CXX")
     for name in (chosen,) if chosen else ("g++", "c++", "clang++"):
         path = shutil.which(name)

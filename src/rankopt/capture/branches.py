@@ -24,7 +24,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rankopt.capture.conditions import Conditions, Place, is_users, users_line
+from rankopt.capture.author import raised_by_author
+from rankopt.capture.conditions import Conditions, Place, calling_line
 from rankopt.capture.recurrent import StepCounts, padded_recurrences, with_rows
 
 _READ: Any = Tensor.__getitem__
@@ -113,7 +114,7 @@ def _capturing(module: nn.Module, capture: Capture) -> Iterator[None]:
             with padded_recurrences(mode.follow), mode:
                 return original(*args, **kwargs)
         except Exception as error:
-            if mode.latest is not None and is_users(error):
+            if mode.latest is not None and raised_by_author(error):
                 capture.branches[mode.latest] = False
             raise
 
@@ -144,7 +145,7 @@ class _Predication(TorchFunctionMode):
 
     def follow(self, counts: StepCounts) -> None:
         """Put B where the counts' stand-in for it turns up."""
-        self._capture.recurrences.add(users_line())
+        self._capture.recurrences.add(calling_line())
         self._num_rows = counts.num_rows
 
     def __torch_function__(
@@ -155,11 +156,11 @@ class _Predication(TorchFunctionMode):
             args = with_rows(args, self._num_rows)
             kwargs = {name: with_rows(value, self._num_rows) for name, value in kwargs.items()}
         if self._conditions.asks(func, args):
-            self.latest = users_line()
+            self.latest = calling_line()
             return self._capture.branches.setdefault(self.latest, True)
         answer = self._answer(func, args, kwargs)
         if answer is not None:
-            self._capture.filters.add(users_line())
+            self._capture.filters.add(calling_line())
             return answer
         result = func(*args, **kwargs)
         self._conditions.note(func, result)

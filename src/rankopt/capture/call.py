@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-import rankopt
+from rankopt.capture.author import author_line
 from rankopt.capture.columns import Column, made_up_rows
 from rankopt.errors import CardError, Problem, nearest
 from rankopt.models.build import check_forward_signature, forward_arguments
@@ -20,13 +18,6 @@ from rankopt.models.inputs import IdType
 from rankopt.models.serving import ServingModule, call_arguments
 
 NUM_ROWS = 4
-_MACHINERY = (
-    Path(torch.__file__).parent,
-    Path(__file__).parent,
-    Path(rankopt.__file__).parent / "models" / "serving.py",
-    Path(rankopt.__file__).parent / "jobs",
-)
-"""Code whose frames are not the author's of the module."""
 _DTYPE = re.compile(
     r"dtype|scalar ?type|data type|tensors? of type|must be long|can't be cast|"
     r"not implemented for '",
@@ -137,16 +128,6 @@ def table_named(error: Exception, module: nn.Module) -> str | None:
             found = names[id(owner)] + (f", {rows} rows" if isinstance(rows, int) else "")
         trace = trace.tb_next
     return found
-
-
-def author_line(error: BaseException) -> str | None:
-    """Return the innermost line of the module's own code that an error passed, and its text."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename)
-        if any(file.is_relative_to(place) for place in _MACHINERY):
-            continue
-        return f"{frame.filename}:{frame.lineno}" + (f": `{frame.line}`" if frame.line else "")
-    return None
 
 
 def explain_failure(

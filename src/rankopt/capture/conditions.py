@@ -6,7 +6,6 @@ A condition is what `any()` returned for a whole tensor and Python then asked fo
 from __future__ import annotations
 
 import linecache
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rankopt.capture.author import is_authors
+
 _ANY = {torch.any, Tensor.any}
 _TRUTH: set[Any] = {Tensor.__bool__, Tensor.item}
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,13 @@ class Place:
         return f"`{self.text}` ({Path(self.file).name}:{self.line})"
 
 
-def users_line() -> Place:
-    """Find the line of the model's code that called torch."""
+def calling_line() -> Place:
+    """Find the line of the author's code that called torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame.f_back is not None and not is_authors(frame.f_code.co_filename):
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
     return Place(file, line, linecache.getline(file, line).strip().rstrip(":"))
-
-
-def is_users(error: BaseException) -> bool:
-    """Tell whether the model's own code raised an error, and not torch on its behalf."""
-    trail = error.__traceback__
-    while trail is not None and trail.tb_next is not None:
-        trail = trail.tb_next
-    return trail is not None and not trail.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS)
 
 
 class Conditions:
@@ -91,6 +83,6 @@ class Watching(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._conditions.asks(func, args):
-            self.branches.setdefault(users_line(), []).append(bool(result))
+            self.branches.setdefault(calling_line(), []).append(bool(result))
         self._conditions.note(func, result)
         return result

@@ -14,12 +14,10 @@ import logging
 import os
 import re
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -32,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
 )
 
+from rankopt.capture.author import is_authors
 from rankopt.models.card import ModelCard
 from rankopt.models.serving import ServingModule
 
@@ -308,27 +307,11 @@ def _innermost(frames: Iterable[tuple[FrameType, int]], module: nn.Module) -> Pl
         name = names.get(id(vars(owner))) if isinstance(owner, nn.Module) else None
         if name is not None and frame.f_code.co_name == "forward" and name not in chain[-1:]:
             chain.append(name)
-        if chain and _is_users(frame.f_code.co_filename):
+        if chain and is_authors(frame.f_code.co_filename):
             file = frame.f_code.co_filename
             source = linecache.getline(file, line).strip()
             found = Place(file, line, source, tuple(chain))
     return found
-
-
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_RANKOPT = f"{Path(__file__).parent.parent}{os.sep}"
-_REFERENCE = f"{Path(__file__).parent.parent / 'models'}{os.sep}"
-_SERVING = f"{_REFERENCE}serving.py"
-_STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
-
-
-def _is_users(file: str) -> bool:
-    """Tell the model's code from torch's, rankopt's and Python's."""
-    if file.startswith((_TORCH, "<")):
-        return False
-    if file.startswith(_RANKOPT):
-        return file.startswith(_REFERENCE) and file != _SERVING
-    return not file.startswith(_STDLIB) or "site-packages" in file
 
 
 # Looking again.
@@ -435,7 +418,7 @@ def _failures(report: Any, first: Diagnosis) -> tuple[Place, ...]:
         for entry in reversed(failure.data.get("user_stack", failure.data.get("stack", []))):
             file = entry["filename"] if isinstance(entry, dict) else None
             file = files.get(file, "") if isinstance(file, int) else file
-            if not file or not _is_users(file):
+            if not file or not is_authors(file):
                 continue
             line = int(entry["line"])
             if (file, line) != (first.file, first.line):

@@ -8,7 +8,6 @@ replaces what it was computed from, or is small.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch.fx.node import map_arg
 
 from rankopt.passes.emit import Emitter
 from rankopt.passes.graph import LOOKUP_OPERATORS, aten, constant
+from rankopt.passes.order import written_values
 
 SMALL_BYTES = 1 << 20
 """Results up to this size may lie beside what they were computed from."""
@@ -66,7 +66,7 @@ def fold_constants(emitter: Emitter) -> int:
 
 def _constant_nodes(emitter: Emitter) -> dict[Node, frozenset[str]]:
     """Map every node that depends on constants alone to the constants it depends on."""
-    tainted = written_values(emitter.graph.nodes)
+    tainted = written_values(emitter.graph)
     known: dict[Node, frozenset[str]] = {}
     for node in emitter.graph.nodes:
         if node in tainted:
@@ -76,30 +76,6 @@ def _constant_nodes(emitter: Emitter) -> dict[Node, frozenset[str]]:
         elif _is_pure(node) and all(source in known for source in node.all_input_nodes):
             known[node] = frozenset().union(*(known[source] for source in node.all_input_nodes))
     return known
-
-
-def written_values(nodes: Iterable[Node]) -> set[Node]:
-    """Collect what an in-place operator writes into, through views."""
-    written: set[Node] = set()
-    for node in nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            source: object = value
-            while isinstance(source, Node) and source not in written:
-                written.add(source)
-                source = _viewed(source)
-    return written
-
-
-def _viewed(node: Node) -> object:
-    """Return what a node may be a view of."""
-    if node.op != "call_function" or node.target == aten.lift_fresh_copy.default:
-        return None
-    return node.args[0] if node.args else None
 
 
 def _is_pure(node: Node) -> bool:

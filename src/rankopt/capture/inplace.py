@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from rankopt.capture.folding import written_values
 from rankopt.passes.emit import Emitter
 from rankopt.passes.graph import arguments, aten, fake, schema_values
-from rankopt.passes.order import written_roots
+from rankopt.passes.order import written_roots, written_values
 
 _DROPOUT = {
     aten.dropout.default,
@@ -73,7 +72,7 @@ def own_inputs(emitter: Emitter) -> None:
 
 def views_to_reshapes(emitter: Emitter) -> None:
     """Let views of results be reshapes: rewritten, a result may lie in memory otherwise."""
-    written = written_values(emitter.graph.nodes)
+    written = written_values(emitter.graph)
     for node in emitter.graph.find_nodes(op="call_function", target=aten.view.default):
         if node not in written:
             node.target = aten.reshape.default

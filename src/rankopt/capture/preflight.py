@@ -16,10 +16,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from rankopt.capture.author import author_line
 from rankopt.capture.call import (
     NUM_ROWS,
     ModuleCall,
-    author_line,
     explain_failure,
     is_out_of_range,
     largest_fit,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rankopt.data.pieces import Numbered, Piece, numbered
-from rankopt.data.rowsource import BATCH_ROWS, choose_columns, cut, input_files, unreadable
+from rankopt.data.pieces import LineSource, Piece
+from rankopt.data.rowsource import cut, input_files, unreadable
 from rankopt.errors import DataError, Problem
 
 NUM_INTEGERS = 13
@@ -65,7 +66,7 @@ class CriteoOptions(BaseModel):
         return (self.num_ids,) * NUM_CATEGORIES
 
 
-class CriteoSource:
+class CriteoSource(LineSource):
     """Rows of Criteo files: columns `label` int64, `I1`..`I13` float32, `C1`..`C26` int64.
 
     A missing integer is 0, after the transform as before it; a missing category is id 0.
@@ -78,13 +79,9 @@ class CriteoSource:
     def __init__(self, path: str | Path, options: CriteoOptions | None = None) -> None:
         self._path = Path(path)
         self._options = options or CriteoOptions()
-        self._files = input_files(path, None)
         self._keep_missing = False
-        self._columns = ((LABEL,) if self._options.labelled else ()) + INTEGERS + CATEGORIES
-
-    @property
-    def name(self) -> str:
-        return str(self._path)
+        columns = ((LABEL,) if self._options.labelled else ()) + INTEGERS + CATEGORIES
+        super().__init__(str(path), columns, input_files(path, None))
 
     def keeping_missing(self) -> CriteoSource:
         """Return the same rows with missing values as nulls."""
@@ -92,35 +89,11 @@ class CriteoSource:
         source._keep_missing = True
         return source
 
-    @property
-    def num_rows(self) -> int | None:
-        return None
-
-    def column_names(self) -> tuple[str, ...]:
-        return self._columns
-
-    def batches(
-        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
-    ) -> Iterator[pa.RecordBatch]:
-        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
-
-    def pieces(self) -> tuple[Piece, ...]:
-        """List the files: a line's place is known only from those before it."""
-        return tuple(map(self._piece, self._files))
-
     def _piece(self, file: Path) -> Piece:
-        def read(columns: Sequence[str], batch_rows: int) -> Numbered:
-            chosen = choose_columns(self.name, columns, self._columns)
-            return numbered(self._read_file(file, chosen, batch_rows))
-
         def count() -> int:
             return sum(block.num_rows for block in self._blocks(file))
 
-        return Piece(str(file), read, size_bytes=file.stat().st_size, count=count)
-
-    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
-        for file in self._files:
-            yield from self._read_file(file, columns, batch_rows)
+        return replace(super()._piece(file), count=count)
 
     def _read_file(
         self, file: Path, columns: list[str], batch_rows: int

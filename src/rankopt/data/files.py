@@ -13,10 +13,9 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
-from rankopt.data.pieces import Numbered, Piece, numbered
+from rankopt.data.pieces import LineSource, Numbered, Piece, numbered
 from rankopt.data.rowsource import (
-    BATCH_ROWS,
-    choose_columns,
+    ColumnSource,
     cut,
     input_files,
     refuse_twice_named,
@@ -31,7 +30,7 @@ _READ_BUFFER_BYTES = 1 << 20
 _PARQUET_HINT = "A copy that was cut short reads like this: write or copy it again."
 
 
-class ParquetSource:
+class ParquetSource(ColumnSource):
     """Rows of a parquet file, or of a folder's parquet files in name order.
 
     Footers are read at once, so that a truncated file is found before work begins.
@@ -41,37 +40,25 @@ class ParquetSource:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
         self._files = input_files(path, PARQUET_SUFFIXES)
         self._groups: list[_RowGroup] = []
-        self._columns: tuple[str, ...] = ()
+        columns: tuple[str, ...] = ()
         for index, file in enumerate(self._files):
             with _parquet(file) as reader:
                 names = tuple(reader.schema_arrow.names)
                 self._groups += _row_groups(file, reader.metadata, self.num_rows)
             refuse_twice_named(str(file), names)
             if index == 0:
-                self._columns = names
-            elif set(names) != set(self._columns):
-                differing = sorted(set(names) ^ set(self._columns))
+                columns = names
+            elif set(names) != set(columns):
+                differing = sorted(set(names) ^ set(columns))
                 what = f"must have the columns of {self._files[0].name}; these differ"
                 raise DataError(problems=[Problem(str(file), what, differing)])
-
-    @property
-    def name(self) -> str:
-        return str(self._path)
+        super().__init__(str(path), columns)
 
     @property
     def num_rows(self) -> int:
         return self._groups[-1].stop_row if self._groups else 0
-
-    def column_names(self) -> tuple[str, ...]:
-        return self._columns
-
-    def batches(
-        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
-    ) -> Iterator[pa.RecordBatch]:
-        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
 
     def pieces(self) -> tuple[Piece, ...]:
         """List the row groups of all files."""
@@ -79,7 +66,7 @@ class ParquetSource:
 
     def _piece(self, group: _RowGroup) -> Piece:
         def read(columns: Sequence[str], batch_rows: int) -> Numbered:
-            chosen = choose_columns(self.name, columns, self._columns)
+            chosen = self._chosen(columns)
             batches = _read_groups(group.file, chosen, batch_rows, [group.index])
             return numbered(batches, group.first_row)
 
@@ -151,7 +138,7 @@ class CsvOptions(BaseModel):
     """How much of the file is parsed at a time; a line must fit."""
 
 
-class CsvSource:
+class CsvSource(LineSource):
     """Rows of a csv file with a header line, or of a folder's csv files in name order.
 
     Columns come as strings and list columns as lists of strings; `encode` reads the numbers.
@@ -163,45 +150,14 @@ class CsvSource:
     """
 
     def __init__(self, path: str | Path, options: CsvOptions | None = None) -> None:
-        self._path = Path(path)
         self._options = options or CsvOptions()
-        self._files = input_files(path, CSV_SUFFIXES)
-        self._columns = self._header(self._files[0])
-        for file in self._files[1:]:
-            if self._header(file) != self._columns:
-                what = f"must have the header of {self._files[0].name}: {list(self._columns)}"
+        files = input_files(path, CSV_SUFFIXES)
+        columns = self._header(files[0])
+        for file in files[1:]:
+            if self._header(file) != columns:
+                what = f"must have the header of {files[0].name}: {list(columns)}"
                 raise DataError(problems=[Problem(str(file), what, list(self._header(file)))])
-
-    @property
-    def name(self) -> str:
-        return str(self._path)
-
-    @property
-    def num_rows(self) -> int | None:
-        return None
-
-    def column_names(self) -> tuple[str, ...]:
-        return self._columns
-
-    def batches(
-        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
-    ) -> Iterator[pa.RecordBatch]:
-        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
-
-    def pieces(self) -> tuple[Piece, ...]:
-        """List the files: a line's place is known only from those before it."""
-        return tuple(map(self._piece, self._files))
-
-    def _piece(self, file: Path) -> Piece:
-        def read(columns: Sequence[str], batch_rows: int) -> Numbered:
-            chosen = choose_columns(self.name, columns, self._columns)
-            return numbered(self._read_file(file, chosen, batch_rows))
-
-        return Piece(str(file), read, size_bytes=file.stat().st_size)
-
-    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
-        for file in self._files:
-            yield from self._read_file(file, columns, batch_rows)
+        super().__init__(str(path), columns, files)
 
     def _read_file(
         self, file: Path, columns: list[str], batch_rows: int

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rankopt.data.pieces import Numbered, Piece, numbered
-from rankopt.data.rowsource import BATCH_ROWS, choose_columns, cut, refuse_twice_named
+from rankopt.data.rowsource import BATCH_ROWS, ColumnSource, cut, refuse_twice_named
 from rankopt.errors import DataError, Problem
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-class FrameSource:
+class FrameSource(ColumnSource):
     """Rows of a pandas DataFrame; the frame is read, never changed or copied whole.
 
     Raises:
@@ -24,25 +24,12 @@ class FrameSource:
 
     def __init__(self, frame: pd.DataFrame, name: str = "DataFrame") -> None:
         self._frame = frame
-        self._name = name
-        self._columns = tuple(str(column) for column in frame.columns)
+        super().__init__(name, tuple(str(column) for column in frame.columns))
         refuse_twice_named(name, self._columns)
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @property
     def num_rows(self) -> int:
         return len(self._frame)
-
-    def column_names(self) -> tuple[str, ...]:
-        return self._columns
-
-    def batches(
-        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
-    ) -> Iterator[pa.RecordBatch]:
-        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
 
     def pieces(self) -> tuple[Piece, ...]:
         """List ranges of rows."""
@@ -52,8 +39,7 @@ class FrameSource:
         stop = min(start + BATCH_ROWS, len(self._frame))
 
         def read(columns: Sequence[str], batch_rows: int) -> Numbered:
-            chosen = choose_columns(self.name, columns, self._columns)
-            return numbered(self._read(chosen, batch_rows, start, stop), start)
+            return numbered(self._read(self._chosen(columns), batch_rows, start, stop), start)
 
         return Piece(self.name, read, stop - start)
 
@@ -80,34 +66,17 @@ class FrameSource:
         return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
-class RayDatasetSource:
+class RayDatasetSource(ColumnSource):
     """Rows of a Ray Dataset, pulled block by block and in the dataset's own order.
 
-    Ray must be running, as it is wherever a Dataset could be made.
+    Ray must be running, as it is wherever a Dataset could be made. Counting the rows would run the
+    whole pipeline behind a lazy dataset.
     """
 
     def __init__(self, dataset: Any, name: str = "Ray Dataset") -> None:
         self._dataset = dataset
-        self._name = name
         # Asking for the names may run the first block of a lazy dataset, so it is asked once.
-        self._columns = tuple(str(column) for column in dataset.columns() or ())
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def num_rows(self) -> int | None:
-        # Counting would run the whole pipeline behind a lazy dataset.
-        return None
-
-    def column_names(self) -> tuple[str, ...]:
-        return self._columns
-
-    def batches(
-        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
-    ) -> Iterator[pa.RecordBatch]:
-        return self._read(choose_columns(self.name, columns, self._columns), batch_rows)
+        super().__init__(name, tuple(str(column) for column in dataset.columns() or ()))
 
     def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         chosen = self._dataset.select_columns(columns)

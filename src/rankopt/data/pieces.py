@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rankopt.data.rowsource import BATCH_ROWS, RowSource, numbered_batches
+from rankopt.data.rowsource import BATCH_ROWS, ColumnSource, RowSource, numbered_batches
 
 Numbered = Iterator[tuple[pa.RecordBatch, npt.NDArray[np.int64]]]
 
@@ -65,6 +67,34 @@ def numbered(batches: Iterable[pa.RecordBatch], first_row: int = 0) -> Numbered:
     for batch in batches:
         yield batch, np.arange(first_row, first_row + batch.num_rows)
         first_row += batch.num_rows
+
+
+class LineSource(ColumnSource):
+    """Rows of text files; each file is a piece, since a line's place is known from those before."""
+
+    def __init__(self, name: str, columns: Sequence[str], files: Sequence[Path]) -> None:
+        super().__init__(name, columns)
+        self._files = tuple(files)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """List the files."""
+        return tuple(map(self._piece, self._files))
+
+    def _piece(self, file: Path) -> Piece:
+        def read(columns: Sequence[str], batch_rows: int) -> Numbered:
+            return numbered(self._read_file(file, self._chosen(columns), batch_rows))
+
+        return Piece(str(file), read, size_bytes=file.stat().st_size)
+
+    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+        for file in self._files:
+            yield from self._read_file(file, columns, batch_rows)
+
+    @abstractmethod
+    def _read_file(
+        self, file: Path, columns: list[str], batch_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of one file; the columns are there."""
 
 
 def count_rows(piece: Piece, columns: Sequence[str]) -> Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -49,6 +50,37 @@ class RowSource(Protocol):
             DataError: a column is missing (at the call), or the file is damaged (when met).
         """
         ...
+
+
+class ColumnSource(ABC):
+    """A source whose columns are known before its rows are read."""
+
+    def __init__(self, name: str, columns: Sequence[str]) -> None:
+        self._name = name
+        self._columns = tuple(columns)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def num_rows(self) -> int | None:
+        return None
+
+    def column_names(self) -> tuple[str, ...]:
+        return self._columns
+
+    def batches(
+        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
+    ) -> Iterator[pa.RecordBatch]:
+        return self._read(self._chosen(columns), batch_rows)
+
+    def _chosen(self, columns: Iterable[str] | None) -> list[str]:
+        return choose_columns(self._name, columns, self._columns)
+
+    @abstractmethod
+    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """Read all rows; the columns are there."""
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from rankopt.data.criteo import CATEGORIES, CriteoOptions
 from rankopt.data.files import CsvOptions
 from rankopt.data.hashing import as_fraction, mix, stable_hash
 from rankopt.data.rowsource import (
-    BATCH_ROWS,
+    ColumnSource,
     FillsMissing,
     RowSource,
     choose_columns,
@@ -52,7 +52,7 @@ class Splits:
     description: dict[str, Any]
 
 
-class HashSplitSource:
+class HashSplitSource(ColumnSource):
     """The rows of a source whose hash falls in [low, high).
 
     The hash is of the request key, so that a request stays whole, or of the row's number where no
@@ -64,19 +64,9 @@ class HashSplitSource:
     ) -> None:
         self._source, self._key, self._low, self._high = source, key, low, high
         self._label = label
+        super().__init__(f"{source.name} ({label})", source.column_names())
         if key is not None:
             choose_columns(source.name, [key], source.column_names())
-
-    @property
-    def name(self) -> str:
-        return f"{self._source.name} ({self._label})"
-
-    @property
-    def num_rows(self) -> int | None:
-        return None
-
-    def column_names(self) -> tuple[str, ...]:
-        return self._source.column_names()
 
     def keeping_missing(self) -> HashSplitSource:
         """Return the same rows with what the source fills in left missing."""
@@ -85,11 +75,8 @@ class HashSplitSource:
             source = source.keeping_missing()
         return HashSplitSource(source, self._key, self._low, self._high, self._label)
 
-    def batches(
-        self, columns: Sequence[str] | None = None, batch_rows: int = BATCH_ROWS
-    ) -> Iterator[pa.RecordBatch]:
-        chosen = choose_columns(self.name, columns, self.column_names())
-        return (batch for batch, _ in self.numbered_batches(chosen, batch_rows))
+    def _read(self, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
+        return (batch for batch, _ in self.numbered_batches(columns, batch_rows))
 
     def numbered_batches(
         self, columns: Sequence[str], batch_rows: int

@@ -92,14 +92,9 @@ def _by_plan(given: Sequence[Tensor], *, whole: bool) -> RowsRead | None:
     for row in decode_plan(plan):
         if row.mode == COPY:
             continue
-        ids = inputs[row.source]
-        if ids.is_meta:  # ids in a packed matrix of floats, which is not kept
+        if inputs[row.source].is_meta:  # ids in a packed matrix of floats, which is not kept
             return None
-        if row.length and ids.dim() > 1 and not whole:
-            ids = ids[:, row.column : row.column + row.length]
-        if row.groups:
-            counts = inputs[row.offsets].view(row.groups, -1).sum(1).tolist()
-            ids = torch.split(ids, counts)[row.column]
+        ids = inputs[row.source] if whole else row.ids(inputs)[row.own(inputs)]
         ids = ids.reshape(-1).long()
         ids = ids[(ids >= 0) & (ids < row.num_rows)]
         size = row_bytes(row.dim, DTYPES[row.storage])

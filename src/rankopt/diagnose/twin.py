@@ -27,7 +27,7 @@ from torch.utils import cpp_extension
 from rankopt.artifact.manifest import PROGRAM, Manifest, read_manifest
 from rankopt.diagnose.profile import Site
 from rankopt.errors import ArtifactError, EnvironmentProblem
-from rankopt.kernels.build import cache_dir, find_compiler
+from rankopt.kernels.build import cache_dir, require_compiler
 from rankopt.runtime import LoadedArtifact, check_machine, load_operators
 
 NUM_ERROR_LINES = 8
@@ -354,7 +354,7 @@ def _package(original: Path, target: Path, name: str, library: Path) -> None:
 
 def _compile(code: str, source: Source) -> Path:
     """Compile the twin, or find it in the cache."""
-    compiler = find_compiler()
+    compiler = require_compiler()
     key = hashlib.sha256()
     for text in (compiler, torch.__version__, code, source.loops):
         key.update(text.encode() + b"\0")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankopt.capture.call import author_line
+from rankopt.capture.author import author_line
 from rankopt.errors import InputError, Problem
 from rankopt.jobs.card_look import parameters_of, required_parameters
 

@@ -10,7 +10,6 @@ import ctypes
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+from rankopt.environment import find_compiler
 from rankopt.errors import EnvironmentProblem, Problem
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
@@ -80,7 +80,7 @@ def build_kernels(source_dir: Path = SOURCE_DIR) -> Path:
     Raises:
         EnvironmentProblem: there is no C++ compiler, it failed, or the cache cannot be written.
     """
-    compiler = find_compiler()
+    compiler = require_compiler()
     sources = sorted(source_dir.glob("*.cpp"))
     folder = cache_dir() / "kernels" / _key(compiler, sorted(source_dir.iterdir()))
     library = folder / LIBRARY_NAME
@@ -104,17 +104,16 @@ def build_kernels(source_dir: Path = SOURCE_DIR) -> Path:
     return library
 
 
-def find_compiler() -> str:
-    """Return the path of `$CXX`, else of g++, else of c++ or clang++.
+def require_compiler() -> str:
+    """Return the C++ compiler that `find_compiler` finds.
 
     Raises:
         EnvironmentProblem: there is none.
     """
+    path = find_compiler()
+    if path is not None:
+        return path
     chosen = os.environ.get("CXX")
-    for name in (chosen,) if chosen else ("g++", "c++", "clang++"):
-        path = shutil.which(name)
-        if path:
-            return path
     where = "CXX" if chosen else "PATH"
     raise EnvironmentProblem(
         problems=[

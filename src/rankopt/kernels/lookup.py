@@ -52,6 +52,45 @@ class PlanRow:
     weights: int = -1
     groups: int = 0
 
+    def columns(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the ids of a lookup that reads equally many for every row, [B, length]."""
+        ids = inputs[self.source]
+        matrix = ids.unsqueeze(1) if ids.dim() == 1 else ids
+        return matrix[:, self.column : self.column + self.length]
+
+    def ids(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the ids that its lists lie in, one list after the other, [L]."""
+        ids = self.columns(inputs) if self.length else inputs[self.source]
+        return ids.reshape(-1)
+
+    def own(self, inputs: Sequence[Tensor]) -> slice:
+        """Return which of its ids its lists hold; the others are of other features."""
+        if not self.groups:
+            return slice(0, self.ids(inputs).shape[0])
+        counts = inputs[self.offsets].long().view(self.groups, -1).sum(1).tolist()
+        begin = sum(counts[: self.column])
+        return slice(begin, begin + counts[self.column])
+
+    def begins(self, inputs: Sequence[Tensor], num_rows: int) -> Tensor:
+        """Return where each list begins in its ids, [B]; [B + 1] where the last one's end is known.
+
+        Else the last list ends with the ids. Nothing waits for a device.
+        """
+        if self.length:
+            return torch.arange(num_rows + 1, device=inputs[self.source].device) * self.length
+        given = inputs[self.offsets]
+        if not self.groups:
+            return given
+        edges = torch.nn.functional.pad(given.to(torch.int64).cumsum(0), (1, 0))
+        return edges[self.column * num_rows : (self.column + 1) * num_rows + 1]
+
+    def edges(self, inputs: Sequence[Tensor], num_rows: int) -> Tensor:
+        """Return where each list begins in its ids, and where the last one ends; int64 [B + 1]."""
+        begins = self.begins(inputs, num_rows).long()
+        if len(begins) > num_rows:
+            return begins
+        return torch.cat([begins, begins.new_tensor([len(self.ids(inputs))])])
+
 
 FIELDS = {field.name: index for index, field in enumerate(fields(PlanRow))}
 """Column of each field in an encoded plan."""
@@ -126,15 +165,15 @@ def lookup_rows_reference(
         if row.mode == COPY:
             span.copy_(inputs[row.source].reshape(num_rows, row.dim))
             continue
-        ids, starts, ends = _bags(row, inputs, num_rows)
-        rows = _table(store, row)[ids.long()]
+        rows = _table(store, row)[row.ids(inputs).long()]
         rows = _largest(rows) if sizes else rows
         if row.weights >= 0:
             weights = inputs[row.weights].reshape(-1, 1)
             rows = (weights.abs() if sizes else weights) * rows
-        pooled = _sum_in_order(rows, starts, ends)
+        edges = row.edges(inputs, num_rows)
+        pooled = _sum_in_order(rows, edges)
         if row.mode == MEAN:
-            pooled = pooled / (ends - starts).clamp(min=1).unsqueeze(1)
+            pooled = pooled / edges.diff().clamp(min=1).unsqueeze(1)
         span.copy_(pooled)
     return result
 
@@ -165,28 +204,8 @@ def _table(store: Tensor, row: PlanRow) -> Tensor:
     return unpack_rows(packed, row.dim, dtype)
 
 
-def _bags(row: PlanRow, inputs: Sequence[Tensor], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids of a lookup, and where each row's begin and end in them."""
-    ids = inputs[row.source]
-    if row.groups:
-        ends = inputs[row.offsets].long().cumsum(0)
-        starts = torch.cat([ends.new_zeros(1), ends])[:-1]
-        own = slice(row.column * num_rows, (row.column + 1) * num_rows)
-        return ids, starts[own], ends[own]
-    if row.length:
-        chosen = ids.unsqueeze(1) if ids.dim() == 1 else ids
-        starts = torch.arange(num_rows) * row.length
-        flat = chosen[:, row.column : row.column + row.length].reshape(-1)
-        return flat, starts, starts + row.length
-    offsets = inputs[row.offsets].long()
-    edges = offsets
-    if len(offsets) == num_rows:
-        edges = torch.cat([offsets, torch.tensor([len(ids)])])
-    return ids, edges[:-1], edges[1:]
-
-
-def _sum_in_order(rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    lengths = ends - starts
+def _sum_in_order(rows: Tensor, edges: Tensor) -> Tensor:
+    starts, lengths = edges[:-1], edges.diff()
     pooled = torch.zeros(len(starts), rows.shape[1])
     for place in range(int(lengths.max()) if len(lengths) else 0):
         bags = (lengths > place).nonzero().squeeze(1)
@@ -222,12 +241,10 @@ def lookup_traffic(plan: Tensor, inputs: Sequence[Tensor], num_rows: int) -> Loo
         if row.mode == COPY:
             result += 4 * num_rows * row.dim
             continue
-        ids = inputs[row.source]
-        count = num_rows * row.length if row.length else ids.numel()
-        if row.groups:
-            count = int(inputs[row.offsets].view(row.groups, -1)[row.column].sum())
+        own = row.own(inputs)
+        count = own.stop - own.start
         from_tables += count * row_bytes(row.dim, DTYPES[row.storage])
-        from_ids += count * (ID_BYTES[ids.dtype] + 4 * (row.weights >= 0))
+        from_ids += count * (ID_BYTES[inputs[row.source].dtype] + 4 * (row.weights >= 0))
         from_ids += 8 * num_rows * (row.offsets >= 0)
     return LookupTraffic(from_tables, from_ids, result)
 

@@ -11,8 +11,8 @@ from rankopt.kernels.build import load_kernels
 from rankopt.passes.base import Pass, PassContext, Purpose
 from rankopt.passes.dead_outputs import drop_dead_outputs
 from rankopt.passes.emit import Emitter
-from rankopt.passes.packed import Packer
-from rankopt.passes.packed_values import PackingError
+from rankopt.passes.packed.packer import pack
+from rankopt.passes.packed.values import PackingError
 from rankopt.passes.places import fuse_places
 from rankopt.passes.rectangles import find_rectangles, joined_lookups
 
@@ -57,13 +57,12 @@ class FuseAttention(Pass):
                 for name, lookup in joined_lookups(module, bundle.card)
             ]
             for rectangle in find_rectangles(module, bundle.card):
-                packer = Packer(module, emitter, rectangle)
                 try:
-                    packer.run()
+                    notes = pack(module, emitter, rectangle)
                 except PackingError as reason:
                     refused.append(f"{rectangle.ragged.name}: stays padded, {reason}")
                 else:
-                    done.extend(packer.notes)
+                    done.extend(notes)
             module.graph.eliminate_dead_code()  # what a list that stays had come to
             fused, left = fuse_places(module, emitter)
             done.extend(fused)

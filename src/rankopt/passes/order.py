@@ -28,6 +28,8 @@ _SOMETIMES_VIEWS = {
     aten.to.other,
 }
 
+_COPIES = {aten.lift_fresh_copy.default}
+
 
 def memory_edges(graph: Graph) -> Edges:
     """Map nodes to earlier ones that they must stay behind because of a write in place."""
@@ -59,6 +61,22 @@ def written_roots(graph: Graph) -> set[Node]:
     return found
 
 
+def written_values(graph: Graph) -> set[Node]:
+    """Collect those values and every one that they may be views of, on the way and besides.
+
+    No schema is trusted here: some operators return their input and do not say so.
+    """
+    found: set[Node] = set()
+    for node in graph.nodes:
+        for value in _written_arguments(node):
+            source: object = value
+            while isinstance(source, Node) and source not in found:
+                found.add(source)
+                viewed = source.op == "call_function" and source.target not in _COPIES
+                source = source.args[0] if viewed and source.args else None
+    return found
+
+
 def _follow(node: Node, root: dict[Node, Node]) -> None:
     first = node.args[0] if node.args else None
     if isinstance(first, Node) and _may_alias(node):
@@ -66,12 +84,16 @@ def _follow(node: Node, root: dict[Node, Node]) -> None:
 
 
 def _written_by(node: Node, root: Mapping[Node, Node]) -> set[Node]:
+    return {root.get(value, value) for value in _written_arguments(node)}
+
+
+def _written_arguments(node: Node) -> list[Node]:
     schema: Any = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return set()
+        return []
     pairs = zip(schema.arguments, node.args, strict=False)
     values = [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write]
-    return {root.get(value, value) for value in values if isinstance(value, Node)}
+    return [value for value in values if isinstance(value, Node)]
 
 
 def _may_alias(node: Node) -> bool:

@@ -288,7 +288,7 @@ def _launch_fixed(
     alike = len({inputs[row.source].dtype for row in members}) == 1
     pieces = []
     for row in members:
-        ids = _columns(inputs[row.source], row.weights, row.length)
+        ids = replace(row, column=row.weights).columns(inputs)
         pieces.append(ids if alike else _whole(ids))
     matrix = torch.cat(pieces, dim=1).contiguous()
     block_d = key[2]
@@ -312,25 +312,11 @@ def _launch_fixed(
     )
 
 
-def _columns(ids: Tensor, first: int, count: int) -> Tensor:
-    matrix = ids.unsqueeze(1) if ids.dim() == 1 else ids
-    return matrix[:, first : first + count]
-
-
 def _whole(ids: Tensor) -> Tensor:
     if not ids.is_floating_point():
         return ids.to(torch.int64)
     usable = (ids > -1.0) & (ids < 9.0e18)
     return torch.where(usable, torch.where(usable, ids, 0.0).to(torch.int64), -1)
-
-
-def _edges(row: PlanRow, inputs: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Return where the lists begin; of several features, where the last one ends too."""
-    given = inputs[row.offsets]
-    if not row.groups:
-        return given.contiguous()
-    edges = torch.nn.functional.pad(given.to(torch.int64).cumsum(0), (1, 0))
-    return edges[row.column * num_rows : (row.column + 1) * num_rows + 1].contiguous()
 
 
 def _launch_list(
@@ -342,11 +328,8 @@ def _launch_list(
     width: int,
     blocks: LookupBlocks,
 ) -> None:
-    ids = inputs[row.source]
-    if row.length:
-        ids = _columns(ids, row.column, row.length)
-    ids = ids.reshape(-1).contiguous()
-    offsets = _edges(row, inputs, num_rows) if row.length == 0 else ids
+    ids = row.ids(inputs).contiguous()
+    offsets = row.begins(inputs, num_rows).contiguous() if row.length == 0 else ids
     launch(
         _list_kernel,
         (num_rows,),

@@ -1,4 +1,4 @@
-"""What a graph's values are over packed tokens: the forms that `packed.Packer` follows them in.
+"""What a graph's values are over packed tokens: the forms in which `packer` follows them.
 
 Shapes: as in `packed`.
 """
