@@ -146,7 +146,7 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
 
 def _count_bytes(lookups: Lookups, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     reads: Sequence[Read] = lookups.reads
-    tables: dict[int, nn.Parameter] = {}
+    tables: dict[int, Tensor] = {}
     ids: dict[int, list[Tensor]] = {}
     lookup_bytes = num_ids = 0
     for read in reads:
@@ -188,7 +188,7 @@ def _row_bytes(table: Tensor) -> int:
     return table.shape[1] * table.element_size()
 
 
-def _state_row_bytes(optimizer: Optimizer | None, table: nn.Parameter) -> int:
+def _state_row_bytes(optimizer: Optimizer | None, table: Tensor) -> int:
     """Bytes of optimizer state that belong to one row."""
     state = {} if optimizer is None else optimizer.state.get(table, {})
     return sum(

@@ -35,7 +35,7 @@ class Read:
         result_bytes: of the result.
     """
 
-    tables: list[nn.Parameter]
+    tables: list[Tensor]
     ids: list[Tensor]
     index_bytes: int
     result_bytes: int
