@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import itertools
 import threading
@@ -13,6 +14,8 @@ import torch
 from torch import distributed, nn
 
 from rankopt.data.rows import Rows
+from rankopt.diagnose.machine import known_peaks
+from rankopt.diagnose.schema import MachinePeaks, Peak, ReadPeak
 from rankopt.environment import collect_environment
 from rankopt.models.card import ModelCard
 from rankopt.models.layers import EmbeddingBags
@@ -229,6 +232,61 @@ def test_flops_and_bytes_of_a_known_model_are_exact(passes):
     assert "--peaks" in found.dense.reason
 
 
+def make_peaks(isa="avx2", fp32=5e9):
+    def peak(per_s):
+        return Peak(per_s=per_s, median_per_s=per_s, lowest_per_s=per_s, num_samples=1)
+
+    return MachinePeaks(
+        fingerprint="planted", cpu_model=None, isa=isa, num_threads=1, made_at="2026",
+        int8=peak(9e9), fp32=peak(fp32), bf16=None,
+        reads=tuple(
+            ReadPeak(working_set_bytes=size, peak=peak(rate))
+            for size, rate in ((1 << 12, 4e9), (1 << 20, 2e9))
+        ),
+        gathers=(),
+    )  # fmt: skip
+
+
+def test_speed_is_held_against_the_machines_peaks():
+    watch, _ = run(make_step(BagNet()), 5, every=1)
+    found = watch.summary(make_peaks())
+    dense, sparse = found.dense, found.sparse
+    assert dense.time_ns == found.mean_ns("forward") + found.mean_ns("backward")
+    assert dense.flops_per_s == pytest.approx(dense.flops / dense.time_ns * 1e9)
+    assert dense.mfu == pytest.approx(dense.flops_per_s / 5e9)
+    # Two tables of 50 rows of 32 bytes, and Adagrad's state, take more than 4 KiB.
+    assert sparse.peak_per_s == 2e9
+    assert sparse.utilization == pytest.approx(sparse.bytes_per_s / 2e9)
+    assert dense.reason is None
+    assert sparse.reason is None
+    table = "\n".join(breakdown_lines(found))
+    assert "of the fp32 peak of 5" in table
+    assert "of 1.86 GiB/s of memory" in table
+
+
+def test_under_autocast_the_peak_is_that_of_bf16():
+    step = make_step(BagNet())
+    step.setup = dataclasses.replace(step.setup, autocast=torch.bfloat16)
+    watch, _ = run(step, 5, every=1)
+    dense = watch.summary(make_peaks()).dense
+    assert dense.flops == B * 2 * ((2 * D + 4) * 16 + 16) * 3
+    assert dense.peak == "bf16"
+    assert dense.mfu is None
+    assert "no bf16" in dense.reason
+
+
+def test_known_peaks_are_those_of_the_cache_and_nothing_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANKOPT_CACHE", str(tmp_path))
+    assert known_peaks(1) is None
+    fingerprint = collect_environment().fingerprint()
+    (tmp_path / "peaks").mkdir()
+    for isa, rate in (("avx2", 5e9), ("scalar", 1e9)):
+        file = tmp_path / "peaks" / f"{fingerprint}-1-{isa}.json"
+        file.write_text(make_peaks(isa, rate).model_dump_json())
+    assert known_peaks(1).isa == "avx2"
+    assert known_peaks(2) is None
+
+
 def test_what_activation_checkpointing_repeats_is_no_useful_work():
     step = make_step(BagNet(), TrainCheckpointActivations())
     watch, _ = run(step, 5, every=1)
@@ -277,13 +335,23 @@ def test_lookups_of_a_compiled_model_are_told_apart():
 def test_short_runs_and_odd_batches_say_that_nothing_was_watched():
     step = make_step(BagNet())
     watch = StepWatch(step)
-    for batch in make_batches(6, num_rows=B // 2):
+    for batch in [*make_batches(1), *make_batches(6, num_rows=B // 2)]:
         watch.step(batch)
     found = watch.summary()
     assert (found.num_sampled, found.wall_ns) == (0, None)
-    assert "6 steps" in found.notes[0]
-    assert "6 steps" in breakdown_lines(found)[0]
+    assert "7 steps" in found.notes[0]
+    assert "7 steps" in breakdown_lines(found)[0]
     assert StepBreakdown.model_validate(found.model_dump(mode="json")) == found
+
+
+def test_profiled_steps_lie_the_further_apart_the_more_they_cost():
+    watch = StepWatch(make_step(BagNet()), profiles=True, every=2)
+    gaps = []
+    for cost_ns in (0, 0.4 * MS, 1.1 * MS):
+        watch._plain_ns, watch._sampled_ns, watch._spent_ns = [10 * MS], [0], 0.0
+        watch._space_out(10 * MS + cost_ns)
+        gaps.append(watch._gap)
+    assert gaps == [2, 8, 32]  # half a percent of a step is 50 us
 
 
 def test_the_typical_run_is_the_median_one():

@@ -1,13 +1,14 @@
 """Where a training step goes, found on a few steps of a run.
 
 One step in eight is watched. With one process the phases are read off a clock; where there are
-collectives, torch.profiler tells their waits from the work that hides them, on as few steps as keep
-its cost below half a percent of the run.
+collectives, torch.profiler tells their waits from the work that hides them, on so few steps that it
+costs less than half a percent of the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -33,6 +34,7 @@ from rankopt.units import NS_PER_S
 WATCH_EVERY = 8
 PROFILE_COST = 0.005
 """Share of the run that profiled steps may cost beyond what they would have taken anyway."""
+_RECENT = 256
 TRACED_STEPS = 3
 TRACE_NAME = "trace.json"
 _ANCHOR = "rankopt: clocks"
@@ -45,7 +47,7 @@ class StepWatch:
         step: of a set-up whose passes have been applied, and that has taken no step yet.
         trace: the folder that gets a Chrome trace of three steps after the warm-up.
         profiles: read collectives off torch.profiler; None: where there are several ranks.
-        every: one step of so many is watched.
+        every: one step of so many is watched, with the profiler at most.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class StepWatch:
         self._clock.optimizer_phases = {
             id(item): optimizer_phase(item, self._lookups.tables) for item in step.optimizers
         }
-        self._every = every
+        if any(weight.is_cuda for weight in step.setup.module.parameters()):
+            self._clock.synchronize = torch.cuda.synchronize
+        self._every = self._gap = every
+        self._usual_rows: int | None = None
         self._profiles = self.world_size > 1 if profiles is None else profiles
         self._tracer = None if trace is None else _Tracer(trace / trace_name(self.rank))
         if self._profiles or self._tracer is not None:
             _prime_profiler()
-        self._begun_ns = time.perf_counter_ns()
         self._spent_ns = 0.0
         self._num_steps = 0
         self._wait_ns = self._last_wait_ns = self._checkpoint_ns = 0
@@ -103,12 +107,14 @@ class StepWatch:
         """Do a step; return its mean loss and its wall time in nanoseconds."""
         index = self._num_steps
         self._num_steps += 1
+        # What a rank gets of a batch may be less than `batch_size`, but the first is a full one.
+        self._usual_rows = self._usual_rows or batch.num_rows
         if index < WARM_UP_STEPS:
             return self._step.timed(batch)
         self._wait_ns += self._last_wait_ns
         if self._tracer is not None and self._tracer.wants_more:
             return self._traced(batch, self._tracer)
-        is_usual = batch.num_rows == self._step.setup.settings.batch_size
+        is_usual = batch.num_rows == self._usual_rows
         if is_usual and self._work is None:
             step = self._step
             parts = step.parts(batch)
@@ -173,8 +179,7 @@ class StepWatch:
             return False
         if not self._sampled_ns:
             return True
-        elapsed_ns = time.perf_counter_ns() - self._begun_ns
-        return index % self._every == 0 and self._spent_ns < PROFILE_COST * elapsed_ns
+        return index % self._gap == 0
 
     def _clocked(self, batch: Rows) -> tuple[float, int]:
         value, step_ns, segments = self._watched(batch, annotates=False)
@@ -191,9 +196,17 @@ class StepWatch:
         if results is not None:
             segments = exposed_segments(segments, results.events(), _ANCHOR, anchor_ns)
         self._take(step_ns, segments)
-        lasted_ns = time.perf_counter_ns() - began
-        self._spent_ns += max(0.0, lasted_ns - statistics.median(self._plain_ns))
+        self._space_out(time.perf_counter_ns() - began)
         return value, step_ns
+
+    def _space_out(self, lasted_ns: int) -> None:
+        """Set how far apart profiled steps are, from what they cost."""
+        plain_ns = statistics.median(self._plain_ns[-_RECENT:])
+        self._spent_ns += max(0.0, lasted_ns - plain_ns)
+        cost = self._spent_ns / len(self._sampled_ns) / (PROFILE_COST * plain_ns)
+        # A power of two, so that ranks whose costs differ a little profile the same steps: one that
+        # did so alone would come late to its collectives, and have the others wait in its place.
+        self._gap = max(self._every, 1 << math.ceil(math.log2(max(1.0, cost))))
 
     def _traced(self, batch: Rows, tracer: _Tracer) -> tuple[float, int]:
         tracer.open()

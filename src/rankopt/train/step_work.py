@@ -135,7 +135,8 @@ def _forward_and_backward(
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Put buffers (running means of a batch norm) and random numbers back afterwards."""
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng():
+    devices = {weight.device.index for weight in module.parameters() if weight.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
         try:
             yield
         finally:
