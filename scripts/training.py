@@ -19,6 +19,7 @@ from result_page import ROOT, ResultPage, act, result_parser
 
 from rankopt.bench.plan import load_plan
 from rankopt.data.splits import open_splits
+from rankopt.diagnose.machine import machine_peaks
 from rankopt.jobs.compare_training import seed_quality, time_training, training_cost
 from rankopt.models.card import load_card
 from rankopt.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
@@ -46,6 +47,7 @@ def _measure_one(
     card = load_card(ROOT / "models" / f"{model}.yaml")
     open_splits(card)  # made once, before anything is timed
     plan = load_plan(settings["plan"])
+    machine_peaks(plan.num_threads)  # what the runs hold their speed against
     lines = {}
     for name, recipe in recipes.items():
         print(f"{model}: timing steps, {name}", flush=True)

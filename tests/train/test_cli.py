@@ -52,6 +52,36 @@ def test_flags_go_before_the_cards_settings_and_the_result_trains_again(card, tm
     assert first["test"] == second["test"]
 
 
+def test_a_trace_names_the_phases_of_a_few_steps_and_the_run_says_where_they_go(
+    card, tmp_path, capsys
+):
+    out = tmp_path / "traced"
+    flags = ["--epochs", "4", "--batch-size", "50", "--num-threads", "1", "--trace"]
+    assert main(["train", str(card), "--out", str(out), *flags]) == 0
+    told = capsys.readouterr().out
+    breakdown = json.loads((out / "metrics.json").read_text())["steps"]["breakdown"]
+    assert breakdown["trace"] == "trace.json"
+    assert breakdown["num_sampled"] > 1
+    shares = {row["phase"]: row["share"] for row in breakdown["phases"]}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert min(shares[p] for p in ("data_wait", "lookup", "forward", "backward")) > 0
+    assert "optimizer, dense and tables in one" in told
+    assert breakdown["dense"]["flops"] > 0
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event.get("cat") == "user_annotation"]
+    names = [event["name"] for event in spans]
+    assert [names.count(f"step {number}") for number in (3, 4, 5, 6, 7)] == [0, 1, 1, 1, 0]
+    assert names.count("step: backward") == names.count("step: dense forward") == 3
+    assert names.count("step: data wait") == 2
+    [first, *_] = [event for event in spans if event["name"] == "step: dense forward"]
+    inside = [event for event in spans if event["name"] == "step: lookup"]
+    assert any(
+        first["ts"] <= event["ts"] and event["ts"] + event["dur"] <= first["ts"] + first["dur"]
+        for event in inside
+    )
+    assert any(event.get("name", "").startswith("aten::") for event in events)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

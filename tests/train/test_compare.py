@@ -70,8 +70,14 @@ def test_ab_over_a_card_and_a_training_recipe(folder, capsys):
         assert cost["samples_per_s"] > 0
         assert cost["num_rows_seen"] == [2000, 2000]
         assert cost["peak_memory_bytes"] > 50_000_000
+        assert cost["breakdown"]["num_sampled"] > 0
+        assert cost["breakdown"]["dense"]["flops"] > 0
     assert "times faster" in told
     assert "samples/s" in told
+    page = (out / "report.md").read_text()
+    assert "## Training: where a step goes" in page
+    assert "| Step: optimizer, tables |" in page
+    assert "Training: where a step goes" in (out / "report.html").read_text()
 
 
 def test_a_control_recipe_needs_the_card_to_be_named(folder):

@@ -31,6 +31,12 @@ Start = Annotated[
 SaveOptimizer = Annotated[
     bool, typer.Option("--save-optimizer", help="Write the optimizers' state beside the weights.")
 ]
+Trace = Annotated[
+    bool, typer.Option("--trace", help="Write trace.json, a Chrome trace of three steps.")
+]
+Peaks = Annotated[
+    bool, typer.Option("--peaks", help="Measure the machine's peaks where none are known.")
+]
 
 
 @app.command()
@@ -46,6 +52,8 @@ def train(
     num_threads: Threads = None,
     start: Start = None,
     save_optimizer: SaveOptimizer = False,
+    trace: Trace = False,
+    peaks: Peaks = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -87,6 +95,8 @@ def train(
             recipe=chosen,
             start=start,
             save_optimizer=save_optimizer,
+            trace=trace,
+            peaks=peaks,
             overwrite=overwrite,
         )
     if as_json:
@@ -116,6 +126,7 @@ def _settings(defaults: TrainSettings, flags: dict[str, Any]) -> TrainSettings:
 
 def _cost(metrics: dict[str, Any]) -> list[str]:
     """Say what steps cost, and what each pass of the recipe did."""
+    from rankopt.train.phases import breakdown_lines, breakdown_of
     from rankopt.units import format_bytes, format_duration
 
     steps = metrics["steps"]
@@ -127,7 +138,8 @@ def _cost(metrics: dict[str, Any]) -> list[str]:
             f"data wait {steps['data_wait_share']:.1%}, "
             f"peak memory {format_bytes(steps['peak_memory_bytes'])}"
         )
-    return lines
+    found = breakdown_of(metrics)
+    return lines if found is None else [*lines, *breakdown_lines(found)]
 
 
 def _verdict(record: dict[str, Any]) -> str:

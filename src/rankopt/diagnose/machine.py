@@ -74,6 +74,18 @@ def machine_peaks(
     return found
 
 
+def known_peaks(num_threads: int | None = None) -> MachinePeaks | None:
+    """Return the peaks that the cache holds, of the best instruction set; measures nothing.
+
+    Args:
+        num_threads: threads that work at once; torch's own number when None.
+    """
+    fingerprint = collect_environment().fingerprint()
+    pattern = f"{fingerprint}-{num_threads or torch.get_num_threads()}-*.json"
+    found = [kept for file in (cache_dir() / "peaks").glob(pattern) if (kept := _read(file))]
+    return max(found, key=lambda kept: kept.fp32.per_s, default=None)
+
+
 def _read(file: Path) -> MachinePeaks | None:
     try:
         return MachinePeaks.model_validate_json(file.read_bytes())

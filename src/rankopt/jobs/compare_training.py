@@ -38,6 +38,7 @@ from rankopt.review.schema import (
     TrainingCost,
 )
 from rankopt.train.arm import labelled
+from rankopt.train.phases import breakdown_of, typical
 from rankopt.train.recipes import find_training_recipe, require_sound
 from rankopt.train.seeds import Metrics, compare_seeds, train_seeds
 
@@ -265,6 +266,7 @@ def training_cost(runs: Sequence[Metrics]) -> TrainingCost:
         data_wait_share=statistics.median(item["data_wait_share"] for item in steps),
         peak_memory_bytes=max(item["peak_memory_bytes"] for item in steps),
         num_rows_seen=[metrics["num_rows_seen"] for metrics in runs],
+        breakdown=typical([found for metrics in runs if (found := breakdown_of(metrics))]),
     )
 
 

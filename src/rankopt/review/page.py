@@ -9,6 +9,7 @@ from typing import Any
 from rankopt.quality.registry import find_metric
 from rankopt.review import wording
 from rankopt.review.schema import Cost, LatencyRow, PassRecord, Report, Size, Verdict
+from rankopt.review.training import training_cells
 
 SYMBOLS: Mapping[Verdict, str] = {"pass": "\u2713", "fail": "\u2715", "inconclusive": "?"}
 
@@ -77,6 +78,7 @@ class Page:
     passes: list[PassRow]
     size: list[Row]
     cost: list[Row]
+    training: list[Row]
     limits: list[str]
     data: list[tuple[str, str]]
     environment: list[tuple[str, str]]
@@ -113,6 +115,7 @@ def page_of(report: Report) -> Page:
         passes=[_pass(record) for record in report.passes],
         size=_size(report.size),
         cost=_cost(report.cost),
+        training=[Row(_cells(*cells)) for cells in training_cells(report.training)],
         limits=_limits(report),
         data=list(flatten(report.data)),
         environment=list(flatten(report.environment)),

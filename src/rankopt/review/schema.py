@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from rankopt.train.phases import StepBreakdown
+
 Verdict = Literal["pass", "fail", "inconclusive"]
 
 
@@ -188,6 +190,8 @@ class TrainingCost(_Frozen):
     peak_memory_bytes: int
     num_rows_seen: list[int]
     """Of each run."""
+    breakdown: StepBreakdown | None = None
+    """Where a step goes, of the run whose step is the median."""
 
 
 class Report(_Frozen):

@@ -25,6 +25,7 @@ from rankopt.data.report.run import refuse_broken_limits
 from rankopt.data.rowsource import RowSource
 from rankopt.data.splits import Splits
 from rankopt.data.stream import RowStream, StreamSettings
+from rankopt.diagnose.machine import known_peaks, machine_peaks
 from rankopt.environment import collect_environment
 from rankopt.errors import CardError, DataError, Problem
 from rankopt.models.build import check_forward_signature, make_module
@@ -41,6 +42,7 @@ from rankopt.train.settings import TrainSettings
 from rankopt.train.setup import apply_passes, plain_setup
 from rankopt.train.state import CHECKPOINT_NAME, load_state, save_optimizers
 from rankopt.train.step import Step
+from rankopt.train.step_breakdown import StepWatch
 
 EVALUATION_BATCH = 4096
 MAX_TRAIN_ROWS_JUDGED = 50_000
@@ -73,6 +75,8 @@ def train(
     recipe: Recipe | None = None,
     start: str | Path | None = None,
     save_optimizer: bool = False,
+    trace: bool = False,
+    peaks: bool = False,
     overwrite: bool = False,
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
@@ -87,6 +91,8 @@ def train(
         start: what an earlier run wrote; its weights, and its optimizers' state where it was saved,
             are what this run begins with.
         save_optimizer: write the optimizers' state of the best weights beside them.
+        trace: write a Chrome trace of a few steps, trace.json.
+        peaks: measure the machine's peaks after the run where they are not known.
         overwrite: replace an earlier result.
 
     Raises:
@@ -105,9 +111,12 @@ def train(
         refuse_broken_limits(card, splits, progress)
         trainer = _Trainer(card, splits, chosen, progress or (lambda line: None), recipe)
         trainer.keeps_optimizers = save_optimizer
+        trainer.watch = StepWatch(trainer.step, trace=staging if trace else None)
         if start is not None:
             load_state(Path(start), trainer.module, trainer.step.optimizers)
-        metrics = trainer.run()
+        with contextlib.closing(trainer.watch):
+            metrics = trainer.run()
+        metrics["steps"]["breakdown"] = _breakdown(trainer.watch, measures_peaks=peaks)
         save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
         if save_optimizer:
             save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
@@ -130,8 +139,15 @@ def _seeded(settings: TrainSettings) -> Iterator[None]:
             torch.set_num_threads(threads_before)
 
 
+def _breakdown(watch: StepWatch, *, measures_peaks: bool) -> dict[str, Any]:
+    found = machine_peaks() if measures_peaks else known_peaks()
+    return watch.summary(found).model_dump(mode="json")
+
+
 class _Trainer:
     """One run: the module, its optimizers, the rows and the best weights so far."""
+
+    watch: StepWatch
 
     def __init__(
         self,
@@ -220,10 +236,10 @@ class _Trainer:
         return bool(losses) and self._evaluate(epoch, losses)
 
     def _batches(self) -> Iterator[Rows]:
-        return self.meter.waiting(self.windows.batches())
+        return self.meter.waiting(self.watch.waiting(self.windows.batches()))
 
     def _step(self, batch: Rows) -> float:
-        value, step_ns = self.step.timed(batch)
+        value, step_ns = self.watch.step(batch)
         self.meter.add(step_ns, batch.num_rows)
         return value
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from rankopt.data.rows import Rows
 from rankopt.errors import Problem, UsageError
 from rankopt.models.card import ModelCard
+from rankopt.train.phase_clock import PhaseClock
 from rankopt.train.setup import TrainingSetup
 
 
@@ -25,12 +26,14 @@ class Step:
     Attributes:
         optimizers: of the dense weights, then of tables.
         num_rows_seen: rows of all steps so far.
+        clock: told which phase the step is in.
     """
 
     def __init__(self, setup: TrainingSetup) -> None:
         self.setup = setup
         self.optimizers = setup.make_optimizers()
         self.num_rows_seen = 0
+        self.clock = PhaseClock()
 
     def __call__(self, batch: Rows) -> float:
         """Update the weights by one batch; return its mean loss.
@@ -41,16 +44,20 @@ class Step:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         value = 0.0
-        for part in self._parts(batch):
+        for part in self.parts(batch):
+            self.clock.turn_to("forward")
             loss = self.loss(part)
             if part is not batch:
                 loss = loss * (part.num_rows / batch.num_rows)
             value += float(loss.detach())
             if not np.isfinite(value):
                 raise _not_finite(self.setup.card, value, self.num_rows_seen)
+            self.clock.turn_to("backward")
             torch.autograd.backward(loss)
         for optimizer in self.optimizers:
+            self.clock.turn_to_optimizer(optimizer)
             optimizer.step()
+        self.clock.turn_to("other")
         self.num_rows_seen += batch.num_rows
         return value
 
@@ -71,7 +78,8 @@ class Step:
                 scores = setup.forward(*tensors)
         return cross_entropy(setup.card, scores, batch)
 
-    def _parts(self, batch: Rows) -> Sequence[Rows]:
+    def parts(self, batch: Rows) -> Sequence[Rows]:
+        """Divide a batch into those whose gradients are added up."""
         count = self.setup.num_micro_batches
         if count == 1:
             return [batch]
