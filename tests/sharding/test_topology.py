@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rankopt.content import list_content
-from rankopt.errors import InputError, UsageError
+from rankopt.errors import InputError, RankoptError, UsageError
 from rankopt.sharding.collectives import Collectives, MessageTime
 from rankopt.sharding.topology import Topology, load_topology
 
@@ -89,6 +92,8 @@ def test_every_problem_is_listed_at_once(tmp_path: Path) -> None:
         ({"device": "cpu"}, "device cpu has no hbm_gib"),
         ({"hbm_gib": None}, "device cuda needs hbm_gib"),
         ({"reserved": {"hbm": 1.0}}, "reserved.hbm"),
+        ({"host_memory_gib": 85_899_345_920}, "host_memory_gib"),
+        ({"hbm_gib": 1e-300}, "leave no byte to a rank"),
     ],
 )
 def test_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -156,3 +161,45 @@ def test_a_topology_survives_its_own_json() -> None:
     topology = load_topology("8xh100")
     again = Topology.model_validate(topology.model_dump(mode="json"))
     assert again.bandwidth_gb_per_s == topology.bandwidth_gb_per_s
+
+
+@given(
+    raw=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from([*GOOD, *GOOD["bandwidth_gb_per_s"], "reserved", "name", "x"]),
+                inner,
+                max_size=6,
+            )
+        ),
+        max_leaves=12,
+    ),
+    part=st.sampled_from(["", *GOOD, "reserved", "collectives", "lookups", "dense_tflop_per_s"]),
+)
+def test_a_topology_written_by_hand_is_read_or_refused_by_its_file(raw: Any, part: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mine.yaml"
+        file.write_text(yaml.safe_dump({**GOOD, part: raw} if part else raw))
+        found, said = read_or_refused(file)
+        assert found is not None or folder in said
+        if found is not None:
+            assert min(found.world_size, found.host_bytes) > 0
+            assert found.hbm_bytes >= 0
+
+
+def read_or_refused(file: Path) -> tuple[Topology | None, str]:
+    try:
+        return load_topology(file), ""
+    except RankoptError as error:
+        return None, str(error)
+
+
+@given(text=st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mine.yaml"
+        file.write_text(text, encoding="utf-8", errors="surrogatepass")
+        with pytest.raises(RankoptError, match=r"mine\.yaml"):
+            load_topology(file)

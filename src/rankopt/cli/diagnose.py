@@ -21,8 +21,7 @@ from rankopt.cli.console import (
 from rankopt.cli.main import command_line
 
 if TYPE_CHECKING:
-    from rankopt.diagnose.collectives import Backend
-    from rankopt.sharding.collectives import CollectivesFile
+    from rankopt.diagnose.collectives import Backend, Measured
 
 app = typer.Typer()
 
@@ -146,8 +145,8 @@ def _measure_collectives(
         from rankopt.diagnose.collectives import measure_collectives, write_collectives
         from rankopt.output import staged_output
 
-        def measure() -> CollectivesFile:
-            progress.step("measuring collectives")
+        def measure() -> Measured:
+            progress.step("measuring collectives and lookups")
             return measure_collectives(
                 num_processes=num_processes,
                 backend=cast("Backend | None", backend),
@@ -157,11 +156,12 @@ def _measure_collectives(
 
         if alone:
             with staged_output(out, overwrite=overwrite) as stage:
-                found = measure()
-                write_collectives(found, stage)
+                measured = measure()
+                write_collectives(measured, stage)
         else:
-            found = measure()
-            write_collectives(found, out)
+            measured = measure()
+            write_collectives(measured, out)
+    found = measured.collectives
     if as_json:
         print_json(found.model_dump(mode="json"))
         return

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
@@ -22,6 +20,8 @@ from rankopt.environment import collect_environment
 from rankopt.errors import EnvironmentProblem, Problem, UsageError
 from rankopt.output import write_json_atomic
 from rankopt.sharding.collectives import Collectives, CollectivesFile
+from rankopt.sharding.launch import run_local_ranks
+from rankopt.sharding.lookups import LookupsFile
 from rankopt.sharding.topology import Topology
 from rankopt.units import BYTES_PER_GB, BYTES_PER_GIB, BYTES_PER_KIB, BYTES_PER_MIB
 
@@ -39,7 +39,15 @@ NUM_SAMPLES = 15
 QUICK_SAMPLES = 5
 TIMEOUT_S = 600
 FILE = "collectives.json"
+LOOKUPS_FILE = "lookups.json"
 TOPOLOGY_FILE = "topology.yaml"
+
+
+class Measured(NamedTuple):
+    """What the ranks of a machine measured together."""
+
+    collectives: CollectivesFile
+    lookups: LookupsFile
 
 
 def default_backend() -> Backend:
@@ -53,8 +61,8 @@ def measure_collectives(
     backend: Backend | None = None,
     quick: bool = False,
     reproduce: str | None = None,
-) -> CollectivesFile:
-    """Run the collectives among processes of this machine.
+) -> Measured:
+    """Run the collectives among processes of this machine, and lookups on all of them at once.
 
     Args:
         num_processes: how many; all GPUs with nccl, two with gloo when None.
@@ -72,61 +80,75 @@ def measure_collectives(
     _check(count, chosen, num_gpus)
     sizes, samples = (QUICK_SIZES, QUICK_SAMPLES) if quick else (SIZES, NUM_SAMPLES)
     with tempfile.TemporaryDirectory(prefix="rankopt-collectives-") as folder:
-        out = Path(folder) / "measured.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(count), "-m", "rankopt.diagnose.collectives_worker"]
-        command += ["--backend", chosen, "--out", str(out), "--num-samples", str(samples)]
-        command += ["--sizes", ",".join(str(size) for size in sizes)]
-        _run(command)
-        if not out.is_file():
+        out, rows = Path(folder) / "measured.json", Path(folder) / "rows.json"
+        arguments = ["--backend", chosen, "--out", str(out), "--num-samples", str(samples)]
+        arguments += ["--lookups", str(rows), *(["--quick"] if quick else [])]
+        arguments += ["--sizes", ",".join(str(size) for size in sizes)]
+        run_local_ranks(
+            "rankopt.diagnose.collectives_worker", count, arguments, timeout_s=TIMEOUT_S
+        )
+        if not (out.is_file() and rows.is_file()):
             raise EnvironmentProblem("The measuring processes ended without a result.")
-        measured = _read(out)
-    return CollectivesFile(
-        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        device="cuda" if chosen == "nccl" else "cpu",
-        backend=chosen,
-        world_size=count,
-        num_hosts=1,
-        collectives=measured,
-        environment=collect_environment().model_dump(mode="json"),
-        reproduce=reproduce or "rankopt diagnose --collectives --out DIR",
+        measured, lookups = _read(out), json.loads(rows.read_text(encoding="utf-8"))
+    common: dict[str, Any] = {
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": "cuda" if chosen == "nccl" else "cpu",
+        "world_size": count,
+        "environment": collect_environment().model_dump(mode="json"),
+        "reproduce": reproduce or "rankopt diagnose --collectives --out DIR",
+    }
+    return Measured(
+        CollectivesFile(backend=chosen, num_hosts=1, collectives=measured, **common),
+        LookupsFile(**common, **lookups),
     )
 
 
-def write_collectives(found: CollectivesFile, out: Path) -> dict[str, Path]:
-    """Write `collectives.json`, and `topology.yaml`: this machine as a topology that uses it."""
-    paths = {"json": out / FILE, "yaml": out / TOPOLOGY_FILE}
-    write_json_atomic(paths["json"], found.model_dump(mode="json"))
+def write_collectives(found: Measured, out: Path) -> dict[str, Path]:
+    """Write what was measured, and `topology.yaml`: this machine as a topology that uses it."""
+    paths = {"json": out / FILE, "lookups": out / LOOKUPS_FILE, "yaml": out / TOPOLOGY_FILE}
+    write_json_atomic(paths["json"], found.collectives.model_dump(mode="json"))
+    write_json_atomic(paths["lookups"], found.lookups.model_dump(mode="json"))
     topology = this_machine(found)
     text = yaml.safe_dump(topology, sort_keys=False, width=100)
     head = (
-        "# This machine, as `rankopt diagnose --collectives` found it. Memory is its own;\n"
-        "# intra_host is the all-to-all of the largest message. Bandwidths that were not\n"
-        "# measured are torchrec's defaults: put your own in their place.\n"
+        "# This machine, as `rankopt diagnose --collectives` found it. Memory is its own,\n"
+        "# bandwidths are those of copies of large arrays, intra_host is the all-to-all of the\n"
+        "# largest message; inter_host repeats it, unmeasured: put your own in its place.\n"
     )
     paths["yaml"].write_text(head + text, encoding="utf-8")
     return paths
 
 
-def this_machine(found: CollectivesFile) -> dict[str, Any]:
+def this_machine(found: Measured) -> dict[str, Any]:
     """Describe this machine as a topology, with what it can tell of itself."""
-    all_to_all = next(c for c in found.collectives if c.collective == "all_to_all")
-    rate = round(all_to_all.bytes_per_s / BYTES_PER_GB, 3)
+    measured, lookups = found.collectives, found.lookups
+    all_to_all = next(c for c in measured.collectives if c.collective == "all_to_all")
+    rate = _gb_per_s(all_to_all.bytes_per_s)
     topology: dict[str, Any] = {
-        "device": found.device,
+        "device": measured.device,
         "num_hosts": 1,
-        "ranks_per_host": found.world_size,
+        "ranks_per_host": measured.world_size,
     }
-    rates: dict[str, float] = {"host_memory": 54.8, "intra_host": rate, "inter_host": rate}
-    if found.device == "cuda":
+    rates: dict[str, float] = {
+        "host_memory": _gb_per_s(lookups.host_memory_bytes_per_s),
+        "intra_host": rate,
+        "inter_host": rate,
+    }
+    if measured.device == "cuda":
         device = torch.cuda.get_device_properties(0)
         topology["hbm_gib"] = round(device.total_memory / BYTES_PER_GIB, 1)
-        rates |= {"hbm": 963.0, "host_to_device": 34.4}
+        rates["hbm"] = _gb_per_s(lookups.hbm_bytes_per_s or 0.0)
+        rates["host_to_device"] = _gb_per_s(lookups.host_to_device_bytes_per_s or 0.0)
     topology["host_memory_gib"] = round(_host_memory_bytes() / BYTES_PER_GIB, 1)
     topology["bandwidth_gb_per_s"] = rates
     topology["collectives"] = FILE
+    topology["lookups"] = LOOKUPS_FILE
     Topology.model_validate(topology)
     return topology
+
+
+def _gb_per_s(bytes_per_s: float) -> float:
+    return max(0.001, round(bytes_per_s / BYTES_PER_GB, 3))
 
 
 def _host_memory_bytes() -> int:
@@ -143,21 +165,6 @@ def _check(count: int, backend: Backend, num_gpus: int) -> None:
         problems.append(Problem("--num-processes", what, count))
     if problems:
         raise UsageError(problems=problems)
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise EnvironmentProblem(
-            f"The measuring processes did not end within {TIMEOUT_S} s; is a firewall between them?"
-        ) from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "Error" in line]
-        why = lines[-1].strip() if lines else f"exit code {done.returncode}"
-        raise EnvironmentProblem(f"A measuring process failed: {why}")
 
 
 def _read(file: Path) -> tuple[Collectives, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from rankopt.diagnose.lookups import measure_lookups
 from rankopt.sharding.collectives import COLLECTIVES, Collective
 
 WARM_UP_CALLS = 3
@@ -52,7 +53,13 @@ def main() -> None:
             }
             for collective in COLLECTIVES
         ]
+        lookups = None
+        if options.lookups:
+            lookups = measure_lookups(device, options.num_samples, quick=options.quick)
         if distributed.get_rank() == 0:
+            if lookups is not None:
+                text = json.dumps(lookups, indent=2) + "\n"
+                Path(options.lookups).write_text(text, encoding="utf-8")
             value: Any = measured
             if num_hosts > 1:
                 value = _whole_file(measured, backend, num_hosts)
@@ -68,6 +75,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", required=True)
     parser.add_argument("--sizes", default=DEFAULT_SIZES)
     parser.add_argument("--num-samples", type=int, default=15)
+    parser.add_argument("--lookups", help="Also measure lookups, into this file.")
+    parser.add_argument("--quick", action="store_true")
     return parser.parse_args()
 
 

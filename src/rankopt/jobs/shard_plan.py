@@ -19,7 +19,6 @@ from rankopt.sharding.remedies import remedies
 from rankopt.sharding.schema import Remedy, ShardPlan
 from rankopt.sharding.setting import (
     CACHING_KERNELS,
-    SHARDING_TYPES,
     UVM_KERNELS,
     Communication,
     Kernel,
@@ -75,6 +74,53 @@ def plan_shards(
         CardError: the card or its tables are wrong.
         UsageError: the topology is wrong, or the settings contradict it; every problem is listed.
     """
+    request = request_for(
+        source,
+        topology,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        precision=precision,
+        serving=serving,
+        sharding_types=sharding_types,
+        kernels=kernels,
+        load_factors=load_factors,
+        communication=communication,
+        ids_per_row=ids_per_row,
+        progress=progress,
+    )
+    choice = choose(request, progress)
+    ways_out: tuple[Remedy, ...] = ()
+    if not choice.best.fits:
+        progress("looking for remedies")
+        ways_out = remedies(request, choice)
+    model, over = request.model, request.topology
+    plan = described(
+        request, choice, reproduce or f"rankopt shard plan {model.source} --topology {over.name}"
+    )
+    return plan.model_copy(update={"remedies": ways_out})
+
+
+def request_for(
+    source: ModelCard | str | Path,
+    topology: Topology | str | Path,
+    *,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    optimizer: Optimizer | None = None,
+    precision: Precision | None = None,
+    serving: bool = False,
+    sharding_types: tuple[ShardingType, ...] = (),
+    kernels: tuple[Kernel, ...] = (),
+    load_factors: tuple[float, ...] = LOAD_FACTORS,
+    communication: Communication = "fp32",
+    ids_per_row: dict[str, float] | None = None,
+    progress: Progress = quiet,
+) -> Request:
+    """Read and check what `plan_shards` is asked, as it is told there.
+
+    Raises:
+        CardError: the card or its tables are wrong.
+        UsageError: the topology is wrong, or the settings contradict it; every problem is listed.
+    """
     over = topology if isinstance(topology, Topology) else load_topology(topology)
     progress("reading the tables")
     model = read_model_tables(source).with_ids_per_row(ids_per_row or {})
@@ -84,31 +130,17 @@ def plan_shards(
         note = "the card trains with Adam, which fbgemm does not run on CPUs: planned with Adagrad"
         model = replace(model, notes=(*model.notes, note))
     _check(over, trained_with, precision, sharding_types, kernels, load_factors, batch_size)
-    request = Request(
+    return Request(
         model=model,
         topology=over,
         batch_size=batch_size,
         optimizer=trained_with,
         precision=precision,
-        sharding_types=sharding_types or _types(over, serving),
+        sharding_types=sharding_types or supported_types(serving=serving),
         kernels=kernels or None,
         load_factors=tuple(sorted(set(load_factors))),
         communication=communication,
     )
-    choice = choose(request, progress)
-    ways_out: tuple[Remedy, ...] = ()
-    if not choice.best.fits:
-        progress("looking for remedies")
-        ways_out = remedies(request, choice)
-    plan = described(
-        request, choice, reproduce or f"rankopt shard plan {model.source} --topology {over.name}"
-    )
-    return plan.model_copy(update={"remedies": ways_out})
-
-
-def _types(topology: Topology, serving: bool) -> tuple[ShardingType, ...]:
-    # Row-wise ways on a CPU stay among the alternatives, where it says that torchrec has none.
-    return supported_types("cuda", serving=True) if serving else SHARDING_TYPES
 
 
 def _check(
@@ -131,9 +163,9 @@ def _check(
     wrong = [factor for factor in load_factors if not 0 < factor < 1]
     if wrong:
         problems.append(Problem("--load-factors", "must lie between 0 and 1", wrong))
-    types = supported_types(topology.device, serving=serving)
+    types = supported_types(serving=serving)
     if sharding_types and not set(sharding_types) & set(types):
-        what = f"torchrec offers {', '.join(types)} for {purpose} on {topology.device}"
+        what = f"torchrec offers {', '.join(types)} for {purpose}"
         problems.append(Problem("--sharding-types", what, list(sharding_types)))
     allowed = supported_kernels(topology.device, optimizer)
     bad = [kernel for kernel in kernels if kernel not in allowed]

@@ -173,8 +173,7 @@ def forced(request: Request, winner: Setting) -> list[Setting]:
     return [
         replace(winner, name=f"{winner.name}, {kind} alone", sharding_types=(kind,))
         for kind in request.sharding_types
-        if kind in supported_types(request.topology.device, serving=winner.serving)
-        or len(request.sharding_types) > 1
+        if kind in supported_types(serving=winner.serving) or len(request.sharding_types) > 1
     ]
 
 

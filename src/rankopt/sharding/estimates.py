@@ -21,11 +21,12 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.planner.types import Topology as PlannerTopology
 
+from rankopt.sharding.lookup_times import lookup_times
 from rankopt.sharding.memory import Shard, Use, shard_use
 from rankopt.sharding.setting import Setting
 from rankopt.sharding.tables import Table
 from rankopt.sharding.topology import Topology
-from rankopt.units import BYTES_PER_GB
+from rankopt.units import BYTES_PER_GB, NS_PER_MS
 
 MS_PER_S = 1000
 
@@ -69,9 +70,19 @@ class PerfEstimator(ShardEstimator):  # type: ignore[misc]
     A model of hundreds of tables has a few shapes, and the estimates are half of a search's time.
     """
 
-    def __init__(self, tables: dict[str, Table], inner: ShardEstimator) -> None:
+    def __init__(
+        self,
+        tables: dict[str, Table],
+        inner: ShardEstimator,
+        topology: Topology,
+        setting: Setting,
+        batch_size: int,
+    ) -> None:
         self._tables = tables
         self._inner = inner
+        self._topology = topology
+        self._setting = setting
+        self._batch_size = batch_size
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
         known: dict[tuple[Any, ...], ShardingOption] = {}
@@ -81,11 +92,20 @@ class PerfEstimator(ShardEstimator):  # type: ignore[misc]
             key = (*shape, option.sharding_type, option.compute_kernel)
             if key not in known:
                 self._inner.estimate([option], sharder_data_map)
+                self._put_measured(option)
                 known[key] = option
                 continue
             option.is_weighted = known[key].is_weighted
             for shard, same in zip(option.shards, known[key].shards, strict=True):
                 shard.perf = copy.copy(same.perf)
+
+    def _put_measured(self, option: ShardingOption) -> None:
+        """Put what lookups take on this machine in place of bytes over bandwidth."""
+        for part in option.shards:
+            shard = shard_of(option, self._tables[option.name], part.size)
+            times = lookup_times(shard, self._setting, self._topology, self._batch_size)
+            if times is not None:
+                part.perf.fwd_compute, part.perf.bwd_compute = (t / NS_PER_MS for t in times)
 
 
 class MemoryEstimator(ShardEstimator):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from rankopt.sharding.estimates import shard_of
-from rankopt.sharding.memory import Shard, Use, dense_use, shard_use
+from rankopt.sharding.memory import ID_BYTES, Shard, Use, dense_use, shard_use
 from rankopt.sharding.proposers import SpillProposer, proposers
 from rankopt.sharding.search_space import SearchSpace, allowed_types
 from rankopt.sharding.setting import CACHING_KERNELS, Setting
@@ -303,29 +303,68 @@ def _sums(
     dense: Use,
 ) -> tuple[RankSum, ...]:
     dense_ns = _dense_ns(model, topology, setting, batch_size)
+    over = _Over(topology, batch_size, setting.serving)
     reduced = Times(all_reduce_ns=_dense_all_reduce_ns(model, topology, setting))
+    exchanges = _exchanges(shards)
     ranks = []
     for rank in range(topology.world_size):
         own = [shard for shard in shards if shard.rank == rank]
         use = sum((shard.use for shard in own), dense)
         times = sum((shard.times for shard in own), reduced)
-        ranks.append(RankSum(rank, use, times, _all_to_all_ns(times, topology), dense_ns, len(own)))
+        exchanged_ns = sum(
+            _all_to_all_ns([shard for shard in exchange if shard.rank == rank], exchange, over)
+            for exchange in exchanges
+        )
+        ranks.append(RankSum(rank, use, times, exchanged_ns, dense_ns, len(own)))
     return tuple(ranks)
 
 
-def _all_to_all_ns(times: Times, topology: Topology) -> float:
-    """Add up the messages of a step: ids, vectors, gradients, each one call for all tables.
+def _exchanges(shards: Sequence[PlacedShard]) -> list[list[PlacedShard]]:
+    """Group shards whose vectors travel together: of one collection and one way to shard."""
+    found: dict[tuple[str, str], list[PlacedShard]] = {}
+    for placed in shards:
+        kind = placed.shard.sharding_type
+        if kind != "data_parallel":
+            found.setdefault((placed.shard.table.collection, kind), []).append(placed)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Over:
+    """What an exchange goes over, and for how large a batch and how many ids it was made."""
+
+    topology: Topology
+    batch_size: int
+    serving: bool
+
+
+def _all_to_all_ns(
+    own: Sequence[PlacedShard], everywhere: Sequence[PlacedShard], over: _Over
+) -> float:
+    """Add up the messages of a step: ids, vectors, gradients.
 
     Where the collective was measured by message size, its time is read off there: torchrec knows
-    one bandwidth, which small messages do not reach.
+    one bandwidth, which small messages do not reach. Its sharded modules also send how much will
+    come, and how many ids each bag has, before they send ids and weights, all of them calls of
+    their own, which every rank takes part in whatever it holds.
     """
+    topology = over.topology
+    times = sum((shard.times for shard in own), Times())
+    messages = [times.ids_ns, times.vectors_ns, times.gradients_ns]
     within = topology.num_hosts == 1
-    messages = (times.ids_ns, times.vectors_ns, times.gradients_ns)
     curve = topology.curve("all_to_all", within_host=within)
-    if curve is None:
+    if curve is None or topology.world_size == 1:
         return sum(messages)
     rate = topology.bandwidth("all_to_all", within_host=within) / NS_PER_S
-    return sum(curve.time_ns(message_ns * rate) for message_ns in messages)
+    sizes = [message_ns * rate for message_ns in messages]
+    if over.serving:
+        sizes = sizes[:2]
+    tables = {placed.shard.table.name for placed in everywhere}
+    sizes.append(over.batch_size * len(tables) * ID_BYTES)  # lengths of bags
+    sizes.append(1.0)  # how much will come
+    if any(placed.shard.table.weighted for placed in everywhere):
+        sizes.append(times.ids_ns * rate / 2)
+    return sum(curve.time_ns(max(size, 1.0)) for size in sizes)
 
 
 def _dense_ns(

@@ -1,4 +1,4 @@
-"""Write a plan: JSON for scripts, and a page with pictures beside it."""
+"""Write a plan, or what measuring plans found: JSON for scripts, and a page with pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from rankopt.errors import OutputExistsError, Problem, UsageError
 from rankopt.output import staged_file, write_json_atomic
 
 if TYPE_CHECKING:
+    from rankopt.sharding.measured import PlanMeasurement
     from rankopt.sharding.schema import ShardPlan
+
+MEASURED_FILE = "measured.json"
+MEASURED_PAGE = "measured.html"
 
 
 def check_outputs(out: Path, *, overwrite: bool) -> None:
@@ -57,3 +61,22 @@ def to_html(plan: ShardPlan) -> str:
     from rankopt.sharding.page import figures, page_of
 
     return render_page("shard.html.j2", plan=plan, page=page_of(plan), figures=figures(plan))
+
+
+def write_measurement(found: PlanMeasurement, out: Path) -> dict[str, Path]:
+    """Write a measurement of plans, and its page, into a folder.
+
+    Returns:
+        The path of each file by its suffix.
+
+    Raises:
+        EnvironmentProblem: the disk is full or the folder cannot be written.
+    """
+    from rankopt.review.rendering import render_page
+    from rankopt.sharding.measured_page import figures, page_of
+
+    paths = {"json": out / MEASURED_FILE, "html": out / MEASURED_PAGE}
+    write_json_atomic(paths["json"], found.model_dump(mode="json"))
+    page = render_page("measured.html.j2", found=found, page=page_of(found), figures=figures(found))
+    paths["html"].write_text(page, encoding="utf-8")
+    return paths

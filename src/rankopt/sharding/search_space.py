@@ -110,6 +110,9 @@ class SearchSpace:
                         constraints=self.constraints,
                         is_inference=setting.serving,
                     ),
+                    topology,
+                    setting,
+                    batch_size,
                 ),
                 MemoryEstimator(self.tables, topology, setting, batch_size),
             ],
@@ -130,8 +133,11 @@ def allowed_types(table: Table, topology: Topology, setting: Setting) -> tuple[S
 
     Where the setting names one way alone, it stays: it was asked for.
     """
-    supported = supported_types(topology.device, serving=setting.serving)
+    supported = supported_types(serving=setting.serving)
     types = [kind for kind in setting.sharding_types if kind in supported]
+    if topology.device == "cpu" and not table.pooled:
+        # fbgemm's dense lookup pools on CPUs whatever it is told: copies of sequences fail there.
+        types = [kind for kind in types if kind != "data_parallel"]
     if "dense" not in setting.kernels:
         types = [kind for kind in types if kind != "data_parallel"]
     elif set(setting.kernels) == {"dense"}:
@@ -224,7 +230,7 @@ class _TableSharder:
 
     def sharding_types(self, device: str) -> list[str]:
         del device
-        return list(supported_types(self._topology.device, serving=self._setting.serving))
+        return list(supported_types(serving=self._setting.serving))
 
     def compute_kernels(self, sharding_type: str, device: str) -> list[str]:
         del device

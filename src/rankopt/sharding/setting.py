@@ -71,14 +71,13 @@ class Setting:
         return any(kernel in UVM_KERNELS | CACHING_KERNELS for kernel in self.kernels)
 
 
-def supported_types(device: Device, *, serving: bool) -> tuple[ShardingType, ...]:
-    """List the ways to shard that torchrec's own sharders offer on a device."""
-    if serving:
-        return ("table_wise", "row_wise", "column_wise")
-    if device == "cpu":
-        # torchrec 1.8: BaseEmbeddingSharder.sharding_types names the row-wise ones for CUDA alone.
-        return ("data_parallel", "table_wise", "column_wise")
-    return SHARDING_TYPES
+def supported_types(*, serving: bool) -> tuple[ShardingType, ...]:
+    """List the ways to shard that can run.
+
+    torchrec 1.8 names the row-wise ones for CUDA alone (`BaseEmbeddingSharder.sharding_types`), but
+    its sharded modules run them over gloo as well, and `shard_module` does.
+    """
+    return ("table_wise", "row_wise", "column_wise") if serving else SHARDING_TYPES
 
 
 def supported_kernels(device: Device, optimizer: Optimizer | None) -> tuple[Kernel, ...]:

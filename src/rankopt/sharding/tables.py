@@ -45,6 +45,14 @@ class Table:
     def num_values(self) -> int:
         return self.num_rows * self.dim
 
+    @property
+    def collection(self) -> str:
+        """Name the torchrec collection that holds it, or that would: bags, or one width alone."""
+        if self.key is not None:
+            return self.path
+        kind = "weighted" if self.weighted else "plain"
+        return kind if self.pooled else f"sequence_{kind}_{self.dim}"
+
 
 @dataclass(frozen=True)
 class ModelTables:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,16 +16,19 @@ from rankopt.content import find, read_yaml
 from rankopt.errors import Problem, UsageError
 from rankopt.problems import problems_of_validation, take_reserved
 from rankopt.sharding.collectives import Collectives, read_collectives
+from rankopt.sharding.lookups import LookupsFile, read_lookups
 from rankopt.units import BYTES_PER_GB, BYTES_PER_GIB
 
 FOLDER = "benchmarks/topologies"
 MAX_GB_PER_S = 100_000
 """Ten times the fastest memory there is: beyond it the unit was mistaken."""
+MAX_GIB = 1_000_000
+"""A host of a pebibyte; beyond it these were bytes or MiB."""
 
 Device = Literal["cpu", "cuda"]
 Rate = Annotated[float, Field(gt=0, le=MAX_GB_PER_S, allow_inf_nan=False)]
 """GB/s: 10^9 bytes a second, one direction, of one rank."""
-Memory = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Memory = Annotated[float, Field(gt=0, le=MAX_GIB, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
@@ -82,9 +85,14 @@ class Topology(_Strict):
     collectives: tuple[str, ...] | str | None = None
     """Files of `rankopt diagnose --collectives`, relative to this one: measured times by message
     size take the place of `intra_host` and `inter_host`."""
+    lookups: str | None = None
+    """Another file that it writes: what reading and updating a row costs, in place of bytes over
+    the bandwidth of memory."""
     name: str = Field(default="topology", exclude=True)
     measured: tuple[Collectives, ...] = Field(default=(), exclude=True)
     """What the files of `collectives` hold; `load_topology` reads them."""
+    measured_lookups: LookupsFile | None = Field(default=None, exclude=True)
+    """What the file of `lookups` holds, likewise."""
 
     @model_validator(mode="after")
     def _device_memory_is_stated(self) -> Topology:
@@ -117,6 +125,12 @@ class Topology(_Strict):
             )
         if wrong:
             raise ValueError(f"bandwidth_gb_per_s: {'; '.join(wrong)}. Are the units GB/s a rank?")
+        return self
+
+    @model_validator(mode="after")
+    def _some_memory_is_left(self) -> Topology:
+        if self.host_bytes < 1 or (self.device == "cuda" and self.hbm_bytes < 1):
+            raise ValueError("hbm_gib, host_memory_gib and reserved leave no byte to a rank")
         return self
 
     @property
@@ -182,4 +196,7 @@ def load_topology(name_or_path: str | Path) -> Topology:
     measured = tuple(
         item for name in files for item in read_collectives(file.parent / name, topology.device)
     )
-    return topology.model_copy(update={"name": file.stem, "measured": measured})
+    update: dict[str, Any] = {"name": file.stem, "measured": measured}
+    if topology.lookups is not None:
+        update["measured_lookups"] = read_lookups(file.parent / topology.lookups, topology.device)
+    return topology.model_copy(update=update)
