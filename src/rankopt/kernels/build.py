@@ -30,6 +30,8 @@ LIBRARY_NAME = "librankopt_kernels.so"
 # -ffp-contract=off: a fused multiply-add on one CPU and none on another would give other bits.
 COMPILE_FLAGS = (
     "-O3",
+    # torch is built so too: without it its headers check what only a debug build of it sets.
+    "-DNDEBUG",
     "-std=c++20",
     "-fPIC",
     "-fopenmp",

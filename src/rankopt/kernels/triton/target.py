@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rankopt.kernels.attention import ACTIVATIONS
 from rankopt.kernels.packing import LANE_INPUTS, NARROW_OUTPUTS, TILE_OUTPUTS
 from rankopt.kernels.triton.launch import dot_precision, launch, tile
 
@@ -56,14 +57,30 @@ def _matrix(
 
 @triton.jit
 def _activated(x, slopes, num_outputs: tl.constexpr, block: tl.constexpr, activation: tl.constexpr):
+    """Apply what follows a layer; slopes lie one behind another, for dice scales and shifts too."""
+    unit = tl.arange(0, block)
+    inside = unit < num_outputs
     if activation == 1:
-        unit = tl.arange(0, block)
-        slope = tl.load(slopes + unit, mask=unit < num_outputs, other=0.0)
+        slope = tl.load(slopes + unit, mask=inside, other=0.0)
         x = tl.where(x >= 0, x, x * slope[None, :])
     elif activation == 2:
         x = 1.0 / (1.0 + tl.exp(-x))
     elif activation == 3:
         x = x / (1.0 + tl.exp(-x))
+    elif activation >= 4:
+        slope = tl.load(slopes + unit, mask=inside, other=0.0)[None, :]
+        shift = tl.load(slopes + 2 * num_outputs + unit, mask=inside, other=0.0)[None, :]
+        if activation == 4:
+            scale = tl.load(slopes + num_outputs + unit, mask=inside, other=0.0)[None, :]
+            argument = x * scale + shift
+        else:
+            valid = inside[None, :]
+            mean = tl.sum(tl.where(valid, x, 0.0), axis=1)[:, None] / num_outputs
+            apart = tl.where(valid, x - mean, 0.0)
+            argument = apart / tl.sqrt(tl.sum(apart * apart + shift, axis=1))[:, None]
+        x = x * (slope + (1.0 - slope) / (1.0 + tl.exp(-argument)))
+        # Past the outputs a share of nothing may be NaN, which a weight of 0 does not take away.
+        x = tl.where(inside[None, :], x, 0.0)
     return x
 
 
@@ -211,7 +228,7 @@ def target_attention(
         )
     query, keys, lengths = query.contiguous(), keys.contiguous(), lengths.contiguous()
     dim = query.shape[1]
-    vectors_1, matrices, at_last = _places(hidden, dim)
+    vectors_1, matrices, at_last = _places(hidden, activations, dim)
     padded = (*hidden, 0, 0)[:3]
     given = (*activations, 0, 0)[:3]
     out = query.new_empty(query.shape)
@@ -251,21 +268,24 @@ def target_attention(
     return out
 
 
-def _places(hidden: Sequence[int], dim: int) -> tuple[int, tuple[int, int], int]:
+def _places(
+    hidden: Sequence[int], activations: Sequence[int], dim: int
+) -> tuple[int, tuple[int, int], int]:
     """Say where in the packed weights things lie.
 
     Returns:
         The first layer's bias and slopes; the matrices of the second and third; the last layer.
     """
     vectors = 3 * _tiles(hidden[0]) * dim
-    at = vectors + 2 * hidden[0]
+    num_vectors = [4 if "dice" in ACTIVATIONS[each] else 2 for each in activations]
+    at = vectors + num_vectors[0] * hidden[0]
     matrices = [0, 0]
     for number, width in enumerate(hidden[1:]):
         matrices[number] = at
         inputs = hidden[number]
         narrow = width <= NARROW_OUTPUTS
         at += width * _lanes(inputs) if narrow else _tiles(width) * inputs
-        at += 2 * width
+        at += num_vectors[number + 1] * width
     return vectors, (matrices[0], matrices[1]), at
 
 
