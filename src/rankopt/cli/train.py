@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankopt.cli.console import AsJson, Data, Out, Overwrite, Progress, print_json
+from rankopt.cli.console import AsJson, Data, Out, Overwrite, Progress, Resume, print_json
 from rankopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ SaveOptimizer = Annotated[
     bool, typer.Option("--save-optimizer", help="Write the optimizers' state beside the weights.")
 ]
 
+CheckpointEvery = Annotated[
+    int | None,
+    typer.Option("--checkpoint-every", min=1, help="Steps between checkpoints to go on from."),
+]
+
 
 @app.command()
 def train(
@@ -46,13 +51,16 @@ def train(
     num_threads: Threads = None,
     start: Start = None,
     save_optimizer: SaveOptimizer = False,
+    checkpoint_every: CheckpointEvery = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model card's module to a checkpoint, plainly or by a training recipe.
 
-    OUT gets card.yaml (ready for `rankopt optimize --model`), checkpoint.safetensors and
-    metrics.json. A flag goes before the card's `train:` settings.
+    OUT gets card.yaml (ready for `rankopt optimize --model`), checkpoint.safetensors, metrics.json
+    and journal.jsonl. A flag goes before the card's `train:` settings. With --checkpoint-every, a
+    run that was killed goes on by the same command and --resume.
     """
     from rankopt.models.card import load_card
 
@@ -88,6 +96,8 @@ def train(
             start=start,
             save_optimizer=save_optimizer,
             overwrite=overwrite,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
         )
     if as_json:
         print_json({"card": str(result.card), **result.metrics})
@@ -116,6 +126,7 @@ def _settings(defaults: TrainSettings, flags: dict[str, Any]) -> TrainSettings:
 
 def _cost(metrics: dict[str, Any]) -> list[str]:
     """Say what steps cost, and what each pass of the recipe did."""
+    from rankopt.train.goodput import goodput_line
     from rankopt.units import format_bytes, format_duration
 
     steps = metrics["steps"]
@@ -127,7 +138,7 @@ def _cost(metrics: dict[str, Any]) -> list[str]:
             f"data wait {steps['data_wait_share']:.1%}, "
             f"peak memory {format_bytes(steps['peak_memory_bytes'])}"
         )
-    return lines
+    return [*lines, goodput_line(metrics["goodput"])]
 
 
 def _verdict(record: dict[str, Any]) -> str:
