@@ -11,18 +11,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, distributed, nn
+from torch import nn
 
 from rankopt.errors import CheckpointError, Interrupted
 from rankopt.sharding.checkpoint import PendingSave, ShardedCheckpoint
 from rankopt.train.goodput import goodput
+from rankopt.train.group import broadcast, new_group, on_any_rank, rank, world_size
 from rankopt.train.interruption import Interruption
 from rankopt.train.journal import JOURNAL_NAME, Journal
 from rankopt.train.progress import RunProgress
@@ -39,9 +38,6 @@ from rankopt.train.run_state import (
 )
 from rankopt.train.step import Step
 from rankopt.train.working_folder import WorkingFolder
-
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""How often torchrun has restarted its workers."""
 
 
 class Rows(Protocol):
@@ -62,12 +58,20 @@ class Running(Protocol):
     module: nn.Module
     step: Step
     at: RunProgress
-    best: dict[str, Tensor]
+    best: Any
     best_optimizers: list[dict[str, Any]]
     keeps_optimizers: bool
 
     @property
     def windows(self) -> Rows: ...
+
+    def keep_weights(self) -> Any:
+        """Copy the weights, as `best` is."""
+        ...
+
+    def put_weights(self, kept: Any) -> None:
+        """Give the module the weights that `keep_weights` copied."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,9 @@ class Checkpoints:
         self.journal = journal
         self._interruption = Interruption()
         self._tell = tell
-        self._group: Any = None
-        if folder is not None and _is_distributed():
-            self._group = distributed.new_group(backend="gloo")
+        # One for saves in the background, one for what steps ask meanwhile.
+        self._group = None if folder is None else new_group()
+        self._asking = None if folder is None else new_group()
         self._last = None if folder is None else self._sharded(folder.last)
         self._rows: dict[str, Any] = {}
         self._pending: _Pending | None = None
@@ -127,9 +131,9 @@ class Checkpoints:
         state = _weights(run)
         state["optimizers"] = made_to_measure(state["optimizers"], self.folder.last)
         # Ranks draw as they did; where there are more or fewer now, each begins draws of its own.
-        has_same_ranks = len(blank_state(self.folder.last, "ranks")) == _world_size()
+        has_same_ranks = len(blank_state(self.folder.last, "ranks")) == world_size()
         if has_same_ranks:
-            state["ranks"] = {str(_rank()): draws_state(run.module)}
+            state["ranks"] = {str(rank()): draws_state(run.module)}
         state = self._last.load({**state, "progress": ""})
         progress = json.loads(state["progress"])
         run.at = RunProgress.from_json(progress["at"])
@@ -138,9 +142,9 @@ class Checkpoints:
         self._rows = progress["rows"]
         load_optimizers(run.step.optimizers, state["optimizers"])
         if has_same_ranks:
-            load_draws(state["ranks"][str(_rank())])
+            load_draws(state["ranks"][str(rank())])
         else:
-            begin_draws(run.at.num_steps, _rank())
+            begin_draws(run.at.num_steps, rank())
         self._saved_step = run.at.num_steps
         self._load_best(run)
         self.journal.add("resume", step=run.at.num_steps)
@@ -168,7 +172,7 @@ class Checkpoints:
         Raises:
             Interrupted: a signal came; the checkpoint is written.
         """
-        if self.folder is None or _world_size() > 1 or self._interruption.signal is None:
+        if self.folder is None or world_size() > 1 or self._interruption.signal is None:
             return
         if not self._is_finished:
             self._save(run)
@@ -200,17 +204,18 @@ class Checkpoints:
         self.journal.add("end", num_steps=run.at.num_steps, best_step=run.at.best_step)
         if self.journal.path is not None:
             self.journal.copy(staging / JOURNAL_NAME)
-        return goodput(self.journal.events)
+        return broadcast(goodput(self.journal.events))
 
     def close(self) -> None:
         """Let go of the folder, which stays for a later process if there is a checkpoint in it."""
         self._settle()
-        if self.folder is not None:
+        self.journal.flush()
+        if self.folder is not None and rank() == 0:
             self.folder.close()
 
     def remove(self) -> None:
         """Remove the folder of a run whose result is in its place."""
-        if self.folder is not None:
+        if self.folder is not None and rank() == 0:
             self.folder.remove()
 
     def _sharded(self, folder: Path) -> ShardedCheckpoint:
@@ -218,12 +223,7 @@ class Checkpoints:
 
     def _is_stopped(self) -> bool:
         """Tell, the same on all ranks, whether one of them is to stop."""
-        asked = self._interruption.signal is not None
-        if not _is_distributed():
-            return asked
-        flag = torch.tensor([float(asked)])
-        distributed.all_reduce(flag, group=self._group)
-        return bool(flag)
+        return on_any_rank(self._interruption.signal is not None, self._asking)
 
     def _stop(self, run: Running) -> None:
         self._settle()
@@ -250,7 +250,7 @@ class Checkpoints:
                 event["error"] = "the best weights could not be written"
                 return
             state = _weights(run)
-            state["ranks"] = {str(_rank()): draws_state(run.module)}
+            state["ranks"] = {str(rank()): draws_state(run.module)}
             state["progress"] = json.dumps(
                 {
                     "at": run.at.to_json(),
@@ -264,11 +264,17 @@ class Checkpoints:
     def _save_best(self, run: Running) -> None:
         if self.folder is None:
             return
-        state: dict[str, Any] = {"model": run.best}
+        step = run.at.best_step
+        # A save copies what it writes before it returns.
+        now = None if run.at.num_steps == step else run.keep_weights()
+        if now is not None:
+            run.put_weights(run.best)
+        state: State = {"model": run.module.state_dict()}
         if run.keeps_optimizers:
             state["optimizers"] = optimizers_state(run.best_optimizers)
-        step = run.at.best_step
         self._start(run, "best", step, self._sharded(self.folder.best(step)), state)
+        if now is not None:
+            run.put_weights(now)
 
     def _start(
         self, run: Running, kind: str, step: int, checkpoint: ShardedCheckpoint, state: Any
@@ -294,7 +300,7 @@ class Checkpoints:
             self._saved_best = pending.step
         else:
             self._saved_step = pending.step
-            if self.folder is not None and _rank() == 0:
+            if self.folder is not None and rank() == 0:
                 self.folder.keep_best(pending.best_step, self._saved_best)
 
     def _failed(self, step: int, error: Exception) -> None:
@@ -307,80 +313,19 @@ class Checkpoints:
         if not step or self.folder is None:
             return
         folder = self.folder.best(step)
-        best = {name: value.detach().clone() for name, value in run.module.state_dict().items()}
-        state: State = {"model": best}
+        now = run.keep_weights()
+        state: State = {"model": run.module.state_dict()}
         if run.keeps_optimizers:
             own = optimizers_state([one.state_dict() for one in run.step.optimizers])
             state["optimizers"] = made_to_measure(copy.deepcopy(own), folder)
         state = self._sharded(folder).load(state)
-        run.best = state["model"]
+        run.best = run.keep_weights()
+        run.put_weights(now)
         if run.keeps_optimizers:
             run.best_optimizers = optimizer_states(state["optimizers"])
         self._saved_best = step
 
 
-@contextlib.contextmanager
-def kept_run(
-    out: Path,
-    staging: Path,
-    identity: Callable[[], dict[str, Any]],
-    tell: Callable[[str], None],
-    *,
-    every: int | None,
-    resume: bool,
-    overwrite: bool,
-) -> Iterator[Checkpoints]:
-    """Open a run's working folder, where it has one, and begin its journal.
-
-    Args:
-        out: where the result will be.
-        staging: where it is made; has the journal of a run without checkpoints.
-        identity: describes the run; called where there is a folder.
-        tell: called with a line where something went wrong.
-        every: steps between checkpoints; None for none, or for those of the run that goes on.
-        resume: go on with a run; a restart by torchrun does so too.
-        overwrite: throw away what an earlier run left.
-    """
-    cause = "resume"
-    if every is not None and os.environ.get(RESTARTS, "0") not in {"", "0"}:
-        resume, cause = True, "torchrun"
-    folder = WorkingFolder(out) if every is not None or resume else None
-    chosen = 1
-    if folder is not None:
-        chosen = folder.open(identity(), every, resume=resume, overwrite=overwrite)
-    journal = Journal(staging / JOURNAL_NAME if folder is None else folder.journal)
-    journal.begin(cause)
-    run = Checkpoints(folder, chosen, journal, tell)
-    try:
-        yield run
-    except BaseException:
-        run.close()
-        raise
-
-
-def finished_result(out: Path, identity: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the metrics of the same run where only removing its working folder was left to do."""
-    folder = WorkingFolder(out)
-    run = folder.run()
-    if run is None or not folder.is_done or run["identity"] != identity():
-        return None
-    metrics: dict[str, Any] = json.loads((folder.out / "metrics.json").read_text(encoding="utf-8"))
-    folder.remove()
-    return metrics
-
-
 def _weights(run: Running) -> State:
     states = [optimizer.state_dict() for optimizer in run.step.optimizers]
     return {"model": run.module.state_dict(), "optimizers": optimizers_state(states)}
-
-
-def _is_distributed() -> bool:
-    return bool(distributed.is_available() and distributed.is_initialized())
-
-
-def _rank() -> int:
-    return distributed.get_rank() if _is_distributed() else 0
-
-
-def _world_size() -> int:
-    return distributed.get_world_size() if _is_distributed() else 1

@@ -77,6 +77,10 @@ class Journal:
         if at_ns - steps["since_ns"] >= FLUSH_NS:
             self._write_steps()
 
+    def flush(self) -> None:
+        """Write the steps that have waited for others."""
+        self._write_steps()
+
     def copy(self, path: Path) -> None:
         """Write all events to another file, unless that is where they lie.
 

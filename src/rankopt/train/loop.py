@@ -35,8 +35,9 @@ from rankopt.models.serving import ServingModule
 from rankopt.output import staged_output, write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
 from rankopt.recipe import Recipe
-from rankopt.train.checkpoints import Checkpoints, finished_result, kept_run
+from rankopt.train.checkpoints import Checkpoints
 from rankopt.train.identity import run_identity
+from rankopt.train.kept_run import Keeping, finished_result, kept_run
 from rankopt.train.meter import StepMeter
 from rankopt.train.progress import RunProgress
 from rankopt.train.recipes import require_sound, training_passes
@@ -80,6 +81,7 @@ def train(
     overwrite: bool = False,
     checkpoint_every: int | None = None,
     resume: bool = False,
+    launch: str | None = None,
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
 
@@ -97,6 +99,8 @@ def train(
         checkpoint_every: steps between checkpoints, from which a killed run can go on; None takes
             none, or those of the run that goes on.
         resume: go on with a run that was killed; without one, begin.
+        launch: a name that workers share with those they were started again for; a run that such a
+            launch began goes on without `resume`. Torchrun's restarts need none.
 
     Raises:
         Interrupted: a signal stopped the run, and a checkpoint is written.
@@ -116,21 +120,14 @@ def train(
     def identity() -> dict[str, Any]:
         return run_identity(card, splits, chosen, recipe, start, save_optimizer=save_optimizer)
 
-    if resume and (metrics := finished_result(target, identity)) is not None:
+    keeping = Keeping(target, identity, checkpoint_every, resume, overwrite, launch)
+    if (metrics := finished_result(keeping)) is not None:
         tell(f"the run had ended when it was killed; its result lies in {target}")
         return TrainResult(target, target / "card.yaml", metrics)
     with (
         staged_output(target, overwrite=overwrite) as staging,
         _seeded(chosen),
-        kept_run(
-            target,
-            staging,
-            identity,
-            tell,
-            every=checkpoint_every,
-            resume=resume,
-            overwrite=overwrite,
-        ) as kept,
+        kept_run(keeping, staging, tell) as kept,
     ):
         refuse_broken_limits(card, splits, progress)
         trainer = _Trainer(card, splits, chosen, tell, recipe, kept)
@@ -203,6 +200,15 @@ class _Trainer:
     def num_rows_seen(self) -> int:
         return self.step.num_rows_seen
 
+    def keep_weights(self) -> dict[str, Tensor]:
+        """Copy the weights."""
+        state = self.module.state_dict()
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    def put_weights(self, kept: dict[str, Tensor]) -> None:
+        """Give the module the weights that `keep_weights` copied."""
+        self.module.load_state_dict(kept)
+
     def run(self) -> dict[str, Any]:
         """Train until the epochs or the patience run out; load the best weights; measure all."""
         started = time.perf_counter()
@@ -210,7 +216,7 @@ class _Trainer:
             while not self._is_over():
                 self._epoch()
             self.kept.finish(self)
-            self.module.load_state_dict(self.best)
+            self.put_weights(self.best)
             duration_s = time.perf_counter() - started
             steps = self.meter.summary()
             with self.kept.journal.timed("evaluation", step=self.at.num_steps):
@@ -282,8 +288,7 @@ class _Trainer:
             "validation_auc": auc_mean,
         }
         if self.at.add_evaluation(point, ne):
-            state = self.module.state_dict()
-            self.best = {name: value.detach().clone() for name, value in state.items()}
+            self.best = self.keep_weights()
             if self.keeps_optimizers:
                 states = [optimizer.state_dict() for optimizer in self.step.optimizers]
                 self.best_optimizers = copy.deepcopy(states)

@@ -48,15 +48,18 @@ def optimizer_states(state: Mapping[str, Any]) -> list[State]:
 
 
 def made_to_measure(state: State, folder: Path) -> State:
-    """Add to a state of `optimizers_state` the entries that a checkpoint has and it has not yet."""
+    """Add to a state of `optimizers_state` the entries that a checkpoint has and it has not yet.
+
+    Those are of PyTorch's own optimizers, which number their weights; others name them, have all
+    their state from the beginning, and of sharded tables only what is this rank's.
+    """
     stored = blank_state(folder, "optimizers")
-    return {
-        name: {
-            "state": {**stored.get(name, {}).get("state", {}), **own["state"]},
-            "groups": own["groups"],
-        }
-        for name, own in state.items()
-    }
+    filled = {}
+    for name, own in state.items():
+        gathered = stored.get(name, {}).get("state", {})
+        numbered = {key: value for key, value in gathered.items() if key.isdecimal()}
+        filled[name] = {**own, "state": {**numbered, **own["state"]}}
+    return filled
 
 
 def load_optimizers(optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:

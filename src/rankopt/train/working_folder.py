@@ -1,7 +1,7 @@
 """The folder beside a run's result that survives a kill.
 
-`OUT.partial` holds `run.json` (what the run is), `journal.jsonl`, `last` (the last checkpoint) and
-`best-STEP` (the best weights that `last` knows of). It goes when OUT is in its place.
+`OUT.partial` holds `resume.json` (what the run is), `journal.jsonl`, `last` (the last checkpoint)
+and `best-STEP` (the best weights that `last` knows of). It goes when OUT is in its place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rankopt.output import recover_folder, write_json_atomic
 from rankopt.train.identity import differences
 from rankopt.train.journal import JOURNAL_NAME, read_journal
 
-RUN_NAME = "run.json"
+RUN_NAME = "resume.json"
 _LOCK_NAME = "lock"
 
 
@@ -64,8 +64,19 @@ class WorkingFolder:
             return None
         return found if isinstance(found, dict) else None
 
+    def is_of(self, launch: str | None) -> bool:
+        """Tell whether the run in it was begun by the same launch of workers."""
+        run = self.run()
+        return launch is not None and run is not None and run.get("launch") == launch
+
     def open(
-        self, identity: Mapping[str, Any], every: int | None, *, resume: bool, overwrite: bool
+        self,
+        identity: Mapping[str, Any],
+        every: int | None,
+        *,
+        resume: bool,
+        overwrite: bool,
+        launch: str | None = None,
     ) -> int:
         """Make the folder for a new run, or take it for one that goes on.
 
@@ -74,6 +85,7 @@ class WorkingFolder:
             every: steps between checkpoints; None for those of the run that goes on.
             resume: go on where there is something to go on from.
             overwrite: throw away what an earlier run left.
+            launch: names the launch of workers that this process is of.
 
         Returns:
             Steps between checkpoints.
@@ -107,9 +119,8 @@ class WorkingFolder:
         else:
             self._clear()
         chosen = every if every is not None else int(run["checkpoint_every"]) if run else 1
-        write_json_atomic(
-            self.path / RUN_NAME, {"checkpoint_every": chosen, "identity": dict(identity)}
-        )
+        begun = {"checkpoint_every": chosen, "launch": launch, "identity": dict(identity)}
+        write_json_atomic(self.path / RUN_NAME, begun)
         return chosen
 
     def keep_best(self, *steps: int) -> None:
