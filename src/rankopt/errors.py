@@ -15,6 +15,7 @@ The tree::
     ├── ArtifactError            2  an artifact is damaged, or does not fit this machine
     │   └── ContractError        2  a call breaks the artifact's input contract
     ├── EnvironmentProblem       2  a missing compiler, disk space, library or device
+    ├── Interrupted            130  a signal stopped a run, which wrote down where it stood
     ├── ArmError                 2  an arm of an A/B raised (`rankopt.bench.backend`)
     └── WorkerDied               2  workers of an A/B died too often (`rankopt.bench.backend`)
 
@@ -32,6 +33,8 @@ EXIT_PASS = 0
 EXIT_FAIL = 1
 EXIT_USAGE = 2
 EXIT_INCONCLUSIVE = 3
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a program that Ctrl-C ended."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,12 @@ class ContractError(ArtifactError):
 
 class EnvironmentProblem(RankoptError):  # noqa: N818 - EnvironmentError is a builtin
     """A compiler, library, device or disk space that the work needs is missing."""
+
+
+class Interrupted(RankoptError):  # noqa: N818 - a state to go on from, no error
+    """A signal stopped a run after it wrote down where it stood."""
+
+    exit_code: ClassVar[int] = EXIT_INTERRUPTED
 
 
 def nearest(name: str, allowed: Iterable[str], *, limit: int = 3) -> str:

@@ -110,10 +110,16 @@ def replace_folder(target: Path, partial: Path) -> None:
         _swap(target, partial)
 
 
-def recover_folder(target: Path) -> None:
-    """Finish or undo a replacement that a kill cut short, before the target is read."""
+def recover_folder(target: Path, *, alone: bool = False) -> None:
+    """Finish or undo a replacement that a kill cut short, before the target is read.
+
+    Args:
+        target: the folder.
+        alone: nobody else writes there, so that a living process of the killed one's number is
+            another; in a container that starts again it mostly is this one.
+    """
     if target.parent.is_dir():
-        _recover(target)
+        _recover(target, alone=alone)
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -191,9 +197,9 @@ def _start(target: Path, partial: Path, resume: bool) -> None:
         taken.rename(partial)
 
 
-def _recover(target: Path) -> None:
+def _recover(target: Path, *, alone: bool = False) -> None:
     """Finish or undo a swap that a kill cut short."""
-    for replaced, _ in _left_behind(target, "replaced"):
+    for replaced, _ in _left_behind(target, "replaced", alone=alone):
         if target.exists():
             _carry_over(replaced, target)
             shutil.rmtree(replaced)
@@ -201,13 +207,14 @@ def _recover(target: Path) -> None:
             replaced.rename(target)
 
 
-def _left_behind(target: Path, what: str) -> list[tuple[Path, int]]:
-    """List folders beside the target whose process has ended."""
+def _left_behind(target: Path, what: str, *, alone: bool = False) -> list[tuple[Path, int]]:
+    """List folders beside the target whose process has ended; `alone` says that all have."""
     prefix = f"{target.name}.{what}-"
     found = []
     for path in target.parent.iterdir():
         pid = path.name.removeprefix(prefix)
-        if path.name.startswith(prefix) and pid.isdecimal() and not _is_alive(int(pid)):
+        is_one = path.name.startswith(prefix) and pid.isdecimal()
+        if is_one and (alone or not _is_alive(int(pid))):
             found.append((path, int(pid)))
     return found
 

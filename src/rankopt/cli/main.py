@@ -23,9 +23,8 @@ import typer.core
 import typer.main
 
 from rankopt._version import __version__
-from rankopt.errors import EXIT_USAGE, RankoptError
+from rankopt.errors import EXIT_INTERRUPTED, EXIT_USAGE, RankoptError
 
-EXIT_INTERRUPTED = 130
 EXIT_INTERNAL = 70
 """sysexits.h's EX_SOFTWARE: away from 0 to 3, which are answers."""
 EXIT_BROKEN_PIPE = 141
@@ -130,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not _debug():
         # What torch and torchrec say about their own next release is not for a user of rankopt.
         warnings.simplefilter("ignore", FutureWarning)
+        # Said by every checkpoint of a run in one process.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         code = command.main(arguments, prog_name="rankopt", standalone_mode=False)
     except RankoptError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankopt.cli.console import AsJson, Data, Out, Overwrite, Progress, print_json
+from rankopt.cli.console import AsJson, Data, Out, Overwrite, Progress, Resume, print_json
 from rankopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ Peaks = Annotated[
     bool, typer.Option("--peaks", help="Measure the machine's peaks where none are known.")
 ]
 
+CheckpointEvery = Annotated[
+    int | None,
+    typer.Option("--checkpoint-every", min=1, help="Steps between checkpoints to go on from."),
+]
+
 
 @app.command()
 def train(
@@ -54,13 +59,16 @@ def train(
     save_optimizer: SaveOptimizer = False,
     trace: Trace = False,
     peaks: Peaks = False,
+    checkpoint_every: CheckpointEvery = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model card's module to a checkpoint, plainly or by a training recipe.
 
-    OUT gets card.yaml (ready for `rankopt optimize --model`), checkpoint.safetensors and
-    metrics.json. A flag goes before the card's `train:` settings.
+    OUT gets card.yaml (ready for `rankopt optimize --model`), checkpoint.safetensors, metrics.json
+    and journal.jsonl. A flag goes before the card's `train:` settings. With --checkpoint-every, a
+    run that was killed goes on by the same command and --resume.
     """
     from rankopt.models.card import load_card
 
@@ -98,6 +106,8 @@ def train(
             trace=trace,
             peaks=peaks,
             overwrite=overwrite,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
         )
     if as_json:
         print_json({"card": str(result.card), **result.metrics})
@@ -126,6 +136,7 @@ def _settings(defaults: TrainSettings, flags: dict[str, Any]) -> TrainSettings:
 
 def _cost(metrics: dict[str, Any]) -> list[str]:
     """Say what steps cost, and what each pass of the recipe did."""
+    from rankopt.train.goodput import goodput_line
     from rankopt.train.phases import breakdown_lines, breakdown_of
     from rankopt.units import format_bytes, format_duration
 
@@ -139,7 +150,8 @@ def _cost(metrics: dict[str, Any]) -> list[str]:
             f"peak memory {format_bytes(steps['peak_memory_bytes'])}"
         )
     found = breakdown_of(metrics)
-    return lines if found is None else [*lines, *breakdown_lines(found)]
+    lines += [] if found is None else breakdown_lines(found)
+    return [*lines, goodput_line(metrics["goodput"])]
 
 
 def _verdict(record: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ from rankopt.models.serving import ServingModule
 from rankopt.output import staged_output, write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
 from rankopt.recipe import Recipe
+from rankopt.train.checkpoints import Checkpoints
+from rankopt.train.identity import run_identity
+from rankopt.train.kept_run import Keeping, finished_result, kept_run
 from rankopt.train.meter import StepMeter
+from rankopt.train.progress import RunProgress
 from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
 from rankopt.train.settings import TrainSettings
@@ -78,6 +83,9 @@ def train(
     trace: bool = False,
     peaks: bool = False,
     overwrite: bool = False,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    launch: str | None = None,
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
 
@@ -94,8 +102,14 @@ def train(
         trace: write a Chrome trace of a few steps, trace.json.
         peaks: measure the machine's peaks after the run where they are not known.
         overwrite: replace an earlier result.
+        checkpoint_every: steps between checkpoints, from which a killed run can go on; None takes
+            none, or those of the run that goes on.
+        resume: go on with a run that was killed; without one, begin.
+        launch: a name that workers share with those they were started again for; a run that such a
+            launch began goes on without `resume`. Torchrun's restarts need none.
 
     Raises:
+        Interrupted: a signal stopped the run, and a checkpoint is written.
         CheckpointError: what `start` holds cannot be read or does not fit.
         RecipeError: the recipe holds other than training passes, or cannot work here.
         CardError: the module cannot be built or does not take the card's inputs.
@@ -107,12 +121,25 @@ def train(
     chosen = settings or card.train
     require_sound(recipe, card)
     target = Path(out)
-    with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
+    tell = progress or (lambda line: None)
+
+    def identity() -> dict[str, Any]:
+        return run_identity(card, splits, chosen, recipe, start, save_optimizer=save_optimizer)
+
+    keeping = Keeping(target, identity, checkpoint_every, resume, overwrite, launch)
+    if (metrics := finished_result(keeping)) is not None:
+        tell(f"the run had ended when it was killed; its result lies in {target}")
+        return TrainResult(target, target / "card.yaml", metrics)
+    with (
+        staged_output(target, overwrite=overwrite) as staging,
+        _seeded(chosen),
+        kept_run(keeping, staging, tell) as kept,
+    ):
         refuse_broken_limits(card, splits, progress)
-        trainer = _Trainer(card, splits, chosen, progress or (lambda line: None), recipe)
+        trainer = _Trainer(card, splits, chosen, tell, recipe, kept)
         trainer.keeps_optimizers = save_optimizer
         trainer.watch = StepWatch(trainer.step, trace=staging if trace else None)
-        if start is not None:
+        if not kept.load(trainer) and start is not None:
             load_state(Path(start), trainer.module, trainer.step.optimizers)
         with contextlib.closing(trainer.watch):
             metrics = trainer.run()
@@ -121,7 +148,9 @@ def train(
         if save_optimizer:
             save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
         write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
+        metrics["goodput"] = kept.end(trainer, staging)
         write_json_atomic(staging / "metrics.json", metrics)
+    kept.remove()
     return TrainResult(target, target / "card.yaml", metrics)
 
 
@@ -156,7 +185,9 @@ class _Trainer:
         settings: TrainSettings,
         progress: Callable[[str], None],
         recipe: Recipe | None,
+        kept: Checkpoints,
     ) -> None:
+        self.kept = kept
         self.card = card
         self.splits = splits
         self.settings = settings
@@ -175,35 +206,44 @@ class _Trainer:
         self.windows = RowStream(
             card, self.train_source, StreamSettings(**stream, prefetch=self.setup.num_prefetched)
         )
-        self.curve: list[dict[str, float | int]] = []
+        self.at = RunProgress()
         self.best: dict[str, Tensor] = {}
         self.best_optimizers: list[dict[str, Any]] = []
         self.keeps_optimizers = False
-        self.best_ne = float("inf")
-        self.num_worse = 0
         self.meter = StepMeter()
 
     @property
     def num_rows_seen(self) -> int:
         return self.step.num_rows_seen
 
+    def keep_weights(self) -> dict[str, Tensor]:
+        """Copy the weights."""
+        state = self.module.state_dict()
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    def put_weights(self, kept: dict[str, Tensor]) -> None:
+        """Give the module the weights that `keep_weights` copied."""
+        self.module.load_state_dict(kept)
+
     def run(self) -> dict[str, Any]:
         """Train until the epochs or the patience run out; load the best weights; measure all."""
         started = time.perf_counter()
-        for epoch in range(1, self.settings.epochs + 1):
-            if self._epoch(epoch):
-                break
-        self.module.load_state_dict(self.best)
-        duration_s = time.perf_counter() - started
-        steps = self.meter.summary()
-        judged = {
-            "train": self._judge(self.train_source, limit=MAX_TRAIN_ROWS_JUDGED),
-            "validation": self._judge(self.validation),
-            "test": self._judge(self.splits.test),
-        }
+        with self.kept.stoppable():
+            while not self._is_over():
+                self._epoch()
+            self.kept.finish(self)
+            self.put_weights(self.best)
+            duration_s = time.perf_counter() - started
+            steps = self.meter.summary()
+            with self.kept.journal.timed("evaluation", step=self.at.num_steps):
+                judged = {
+                    "train": self._judge(self.train_source, limit=MAX_TRAIN_ROWS_JUDGED),
+                    "validation": self._judge(self.validation),
+                    "test": self._judge(self.splits.test),
+                }
         return {
             **judged,
-            "curve": self.curve,
+            "curve": self.at.curve,
             "seed": self.settings.seed,
             "settings": self.settings.model_dump(mode="json"),
             "num_rows_seen": self.num_rows_seen,
@@ -217,23 +257,30 @@ class _Trainer:
             "data": self.splits.description,
         }
 
-    def _epoch(self, epoch: int) -> bool:
-        """Go once over the training rows; True when the patience ran out."""
-        losses: list[float] = []
-        parts = self.settings.evaluations_per_epoch
-        num_total = self.windows.num_rows
-        marks = [num_total * part / parts for part in range(1, parts)] if num_total else []
-        num_done = 0
+    def _is_over(self) -> bool:
+        at_end = self.windows.epoch >= self.settings.epochs
+        return at_end or self.at.num_worse >= self.settings.patience
+
+    def _epoch(self) -> None:
+        """Go over what is left of the training rows, or until the patience runs out."""
+        epoch = self.windows.epoch + 1
         self.serving.train()
-        for batch in self._batches():
-            losses.append(self._step(batch))
-            num_done += batch.num_rows
-            if marks and num_done >= marks[0]:
-                marks.pop(0)
-                if self._evaluate(epoch, losses):
-                    return True
-                losses = []
-        return bool(losses) and self._evaluate(epoch, losses)
+        batches = self._batches()
+        while not self._is_over():
+            # First, since a run that goes on may have been killed before it.
+            if self.at.is_due(self.windows.num_rows, self.settings.evaluations_per_epoch):
+                self._evaluate(epoch)
+                self.at.num_marks += 1
+            elif (batch := next(batches, None)) is not None:
+                self.at.add_step(self._step(batch), batch.num_rows)
+                self.kept.after_step(self)
+            else:
+                break
+        else:
+            return
+        if self.at.losses:
+            self._evaluate(epoch)
+        self.at.end_epoch()
 
     def _batches(self) -> Iterator[Rows]:
         return self.meter.waiting(self.watch.waiting(self.windows.batches()))
@@ -241,36 +288,33 @@ class _Trainer:
     def _step(self, batch: Rows) -> float:
         value, step_ns = self.watch.step(batch)
         self.meter.add(step_ns, batch.num_rows)
+        self.kept.journal.add_step(self.at.num_steps + 1, step_ns, self.meter.last_wait_ns)
         return value
 
-    def _evaluate(self, epoch: int, losses: list[float]) -> bool:
-        """Measure validation NE and keep the weights if it is the best; True to stop."""
-        judged = self._judge(self.validation)
+    def _evaluate(self, epoch: int) -> None:
+        """Measure validation NE and keep the weights if it is the best."""
+        with self.kept.journal.timed("evaluation", step=self.at.num_steps):
+            judged = self._judge(self.validation)
         ne, auc_mean = self._mean(judged, "ne"), self._mean(judged, "auc")
         point: dict[str, float | int] = {
             "epoch": epoch,
             "num_rows_seen": self.num_rows_seen,
-            "train_loss": float(np.mean(losses)),
+            "train_loss": float(np.mean(self.at.losses)),
             "validation_ne": ne,
             "validation_auc": auc_mean,
         }
-        self.curve.append(point)
-        if ne < self.best_ne:
-            self.best_ne, self.num_worse = ne, 0
-            state = self.module.state_dict()
-            self.best = {name: value.detach().clone() for name, value in state.items()}
+        if self.at.add_evaluation(point, ne):
+            self.best = self.keep_weights()
             if self.keeps_optimizers:
                 states = [optimizer.state_dict() for optimizer in self.step.optimizers]
                 self.best_optimizers = copy.deepcopy(states)
-        else:
-            self.num_worse += 1
+            self.kept.keep_best(self)
         self.progress(
             f"epoch {epoch}, {self.num_rows_seen:,} rows: training loss {point['train_loss']:.4f}, "
             f"validation NE {ne:.4f}, AUC {auc_mean:.4f}"
-            + ("" if self.num_worse else " (best so far)")
+            + ("" if self.at.num_worse else " (best so far)")
         )
         self.serving.train()
-        return self.num_worse >= self.settings.patience
 
     def _mean(self, judged: Metrics, name: str) -> float:
         values = [item[name] for item in judged.values()]
@@ -282,11 +326,17 @@ class _Trainer:
 
     def _judge(self, source: RowSource, limit: int | None = None) -> Metrics:
         self.serving.eval()
-        return judge(self.card, self.serving, source, limit=limit)
+        look = partial(self.kept.look, self)
+        return judge(self.card, self.serving, source, limit=limit, before_batch=look)
 
 
 def judge(
-    card: ModelCard, serving: nn.Module, source: RowSource, *, limit: int | None = None
+    card: ModelCard,
+    serving: nn.Module,
+    source: RowSource,
+    *,
+    limit: int | None = None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """Measure NE, AUC, log loss and calibration of each output on a source's rows.
 
@@ -295,11 +345,13 @@ def judge(
         serving: the card's module in eval mode, taking flat tensors.
         source: the rows, read a batch at a time.
         limit: judge the first rows only.
+        before_batch: called before each batch; what it raises ends the measurement.
     """
     names = [output.name for output in card.outputs]
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in names}
     num_rows = 0
     for rows in iter_rows(card, source, EVALUATION_BATCH):
+        before_batch()
         batch = rows if limit is None else rows.slice(0, min(rows.num_rows, limit - num_rows))
         with torch.inference_mode():
             scores = serving(*[batch.features[name] for name in card.tensor_names])

@@ -36,6 +36,11 @@ class StepMeter:
             self._wait_ns.append(time.perf_counter_ns() - began)
             yield batch
 
+    @property
+    def last_wait_ns(self) -> int:
+        """Return how long the last batch took to come."""
+        return self._wait_ns[-1] if self._wait_ns else 0
+
     def add(self, step_ns: int, num_rows: int) -> None:
         """Count a finished step."""
         self._step_ns.append(step_ns)
