@@ -124,7 +124,7 @@ def test_a_part_is_never_a_single_row() -> None:
     setup, _ = set_up({"train_accumulate": {"parts": 4}})
     step = Step(setup)
     for num_rows in (2, 3, 5, 33, 64):
-        parts = step._parts(make_batch(0, num_rows))
+        parts = step.parts(make_batch(0, num_rows))
         assert sum(part.num_rows for part in parts) == num_rows
         assert min(part.num_rows for part in parts) >= 2
 
