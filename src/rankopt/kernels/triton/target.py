@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rankopt.kernels.attention import ACTIVATIONS
 from rankopt.kernels.packing import LANE_INPUTS, NARROW_OUTPUTS, TILE_OUTPUTS
 from rankopt.kernels.triton.launch import dot_precision, launch, tile
 
@@ -55,15 +56,32 @@ def _matrix(
 
 
 @triton.jit
-def _activated(x, slopes, num_outputs: tl.constexpr, block: tl.constexpr, activation: tl.constexpr):
+def _activated(
+    x, vectors, num_outputs: tl.constexpr, block: tl.constexpr, activation: tl.constexpr
+):
+    """Apply one of `attention.ACTIVATIONS`; slopes, for dice scales and shifts lie in `vectors`."""
+    unit = tl.arange(0, block)
+    inside = unit < num_outputs
     if activation == 1:
-        unit = tl.arange(0, block)
-        slope = tl.load(slopes + unit, mask=unit < num_outputs, other=0.0)
+        slope = tl.load(vectors + unit, mask=inside, other=0.0)
         x = tl.where(x >= 0, x, x * slope[None, :])
     elif activation == 2:
         x = 1.0 / (1.0 + tl.exp(-x))
     elif activation == 3:
         x = x / (1.0 + tl.exp(-x))
+    elif activation >= 4:
+        slope = tl.load(vectors + unit, mask=inside, other=0.0)
+        shift = tl.load(vectors + 2 * num_outputs + unit, mask=inside, other=0.0)
+        if activation == 4:
+            scale = tl.load(vectors + num_outputs + unit, mask=inside, other=0.0)
+            at = x * scale[None, :] + shift[None, :]
+        else:
+            mean = tl.sum(tl.where(inside[None, :], x, 0.0), axis=1) / num_outputs
+            less = tl.where(inside[None, :], x - mean[:, None], 0.0)
+            spread = tl.sum(less * less + shift[None, :], axis=1)
+            at = less / tl.sqrt(spread)[:, None]
+        p = 1.0 / (1.0 + tl.exp(-at))
+        x = x * (slope[None, :] + (1.0 - slope[None, :]) * p)
     return x
 
 
@@ -79,7 +97,7 @@ def _layer(
     activation: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Run a further layer on [pairs, inputs]; its bias and slopes lie one after the other."""
+    """Run a further layer on [pairs, inputs]; its bias, slopes and so on lie behind it."""
     weight = _matrix(packed, num_inputs, num_outputs, block_in, block_out, num_outputs <= 4)
     unit = tl.arange(0, block_out)
     bias = tl.load(vectors + unit, mask=unit < num_outputs, other=0.0)
@@ -211,7 +229,7 @@ def target_attention(
         )
     query, keys, lengths = query.contiguous(), keys.contiguous(), lengths.contiguous()
     dim = query.shape[1]
-    vectors_1, matrices, at_last = _places(hidden, dim)
+    vectors_1, matrices, at_last = _places(hidden, activations, dim)
     padded = (*hidden, 0, 0)[:3]
     given = (*activations, 0, 0)[:3]
     out = query.new_empty(query.shape)
@@ -251,21 +269,24 @@ def target_attention(
     return out
 
 
-def _places(hidden: Sequence[int], dim: int) -> tuple[int, tuple[int, int], int]:
+def _places(
+    hidden: Sequence[int], activations: Sequence[int], dim: int
+) -> tuple[int, tuple[int, int], int]:
     """Say where in the packed weights things lie.
 
     Returns:
         The first layer's bias and slopes; the matrices of the second and third; the last layer.
     """
+    num_vectors = [4 if "dice" in ACTIVATIONS[code] else 2 for code in activations]
     vectors = 3 * _tiles(hidden[0]) * dim
-    at = vectors + 2 * hidden[0]
+    at = vectors + num_vectors[0] * hidden[0]
     matrices = [0, 0]
     for number, width in enumerate(hidden[1:]):
         matrices[number] = at
         inputs = hidden[number]
         narrow = width <= NARROW_OUTPUTS
         at += width * _lanes(inputs) if narrow else _tiles(width) * inputs
-        at += 2 * width
+        at += num_vectors[number + 1] * width
     return vectors, (matrices[0], matrices[1]), at
 
 
