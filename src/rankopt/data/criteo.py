@@ -93,6 +93,11 @@ class CriteoSource:
         return source
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order of their rows."""
+        return self._files
+
+    @property
     def num_rows(self) -> int | None:
         return None
 

@@ -62,6 +62,11 @@ class ParquetSource:
         return str(self._path)
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order of their rows."""
+        return self._files
+
+    @property
     def num_rows(self) -> int:
         return self._groups[-1].stop_row if self._groups else 0
 
@@ -175,6 +180,11 @@ class CsvSource:
     @property
     def name(self) -> str:
         return str(self._path)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order of their rows."""
+        return self._files
 
     @property
     def num_rows(self) -> int | None:

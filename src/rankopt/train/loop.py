@@ -8,7 +8,6 @@ Shapes in this module: B batch, N rows of a split.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +33,12 @@ from rankopt.models.serving import ServingModule
 from rankopt.output import staged_output, write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
 from rankopt.recipe import Recipe
+from rankopt.train.describe import RunDescription
+from rankopt.train.determinism import repeatable
 from rankopt.train.meter import StepMeter
 from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
+from rankopt.train.run_manifest import RUN_MANIFEST
 from rankopt.train.settings import TrainSettings
 from rankopt.train.setup import apply_passes, plain_setup
 from rankopt.train.state import CHECKPOINT_NAME, load_state, save_optimizers
@@ -53,7 +55,7 @@ class TrainResult:
     """What a training run wrote, and how good it is.
 
     Attributes:
-        out: the folder, with card.yaml, checkpoint.safetensors and metrics.json.
+        out: the folder, with card.yaml, checkpoint.safetensors, metrics.json and run.json.
         card: the card in it, ready for `rankopt optimize --model`.
         metrics: the content of metrics.json.
     """
@@ -74,6 +76,7 @@ def train(
     start: str | Path | None = None,
     save_optimizer: bool = False,
     overwrite: bool = False,
+    command: str = "rankopt.train.loop.train",
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
 
@@ -88,6 +91,7 @@ def train(
             are what this run begins with.
         save_optimizer: write the optimizers' state of the best weights beside them.
         overwrite: replace an earlier result.
+        command: what to write into run.json as the command that was run.
 
     Raises:
         CheckpointError: what `start` holds cannot be read or does not fit.
@@ -101,8 +105,10 @@ def train(
     chosen = settings or card.train
     require_sound(recipe, card)
     target = Path(out)
-    with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
+    with staged_output(target, overwrite=overwrite) as staging, repeatable(chosen):
         refuse_broken_limits(card, splits, progress)
+        origin = None if start is None else Path(start)
+        described = RunDescription(card, splits, chosen, recipe, origin, command)
         trainer = _Trainer(card, splits, chosen, progress or (lambda line: None), recipe)
         trainer.keeps_optimizers = save_optimizer
         if start is not None:
@@ -113,21 +119,9 @@ def train(
             save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
         write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
         write_json_atomic(staging / "metrics.json", metrics)
+        run = described.manifest(metrics, trainer.module.state_dict())
+        write_json_atomic(staging / RUN_MANIFEST, run.model_dump(mode="json"))
     return TrainResult(target, target / "card.yaml", metrics)
-
-
-@contextlib.contextmanager
-def _seeded(settings: TrainSettings) -> Iterator[None]:
-    """Seed and set threads for the run, and leave the process as it was."""
-    threads_before = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        if settings.num_threads:
-            torch.set_num_threads(settings.num_threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads_before)
 
 
 class _Trainer:
