@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from rankopt.capture.export import export_module
 from rankopt.capture.model import capture_model
 from rankopt.capture.parts import EagerPart
 from rankopt.capture.requests import REQUEST_INDEX, export_requests
+from rankopt.hashes import FileRecord
 from rankopt.models.card import ModelCard
 from rankopt.tables import TableBatch
 
@@ -72,6 +74,7 @@ class ModelBundle:
         arithmetic: of layers that had theirs chosen by timing: int8, fp16, fp32 or fbgemm.
         device: what it is compiled for; until then it runs on the CPU.
         gpu: settings of an artifact for a GPU.
+        checkpoint: where the weights came from; None for random ones.
     """
 
     card: ModelCard
@@ -88,6 +91,7 @@ class ModelBundle:
     arithmetic: Mapping[str, str] = field(default_factory=dict)
     device: Literal["cpu", "cuda"] = "cpu"
     gpu: GpuSettings | None = None
+    checkpoint: FileRecord | None = None
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -154,19 +158,31 @@ def _equal(left: Tensor, right: Tensor) -> bool:
     return same or torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
-def build_bundle(card: ModelCard, model: nn.Module, sample: Mapping[str, Tensor]) -> ModelBundle:
+def build_bundle(
+    card: ModelCard,
+    model: nn.Module,
+    sample: Mapping[str, Tensor],
+    checkpoint: Path | None = None,
+) -> ModelBundle:
     """Export a model for serving, its layers and lookups in the forms that the passes know.
 
     Args:
         card: describes the model's inputs and outputs.
         model: the module with its weights, in eval mode.
         sample: flat features of real rows.
+        checkpoint: where the module's weights were read from.
 
     Raises:
         ExportError: the module cannot be traced; names its line and what usually helps.
     """
     captured = capture_model(card, model)
-    bundle = ModelBundle(card=card, program=captured.program, sample=sample, parts=captured.parts)
+    bundle = ModelBundle(
+        card=card,
+        program=captured.program,
+        sample=sample,
+        parts=captured.parts,
+        checkpoint=None if checkpoint is None else FileRecord.of(checkpoint),
+    )
     notes = list(captured.notes)
     rewritten = bundle.edit(lambda module: notes.extend(canonicalise(module)))
     return replace(rewritten, capture=tuple(notes))

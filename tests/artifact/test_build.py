@@ -19,10 +19,10 @@ from rankopt.artifact.manifest import (
     PROGRAM,
     damaged_files,
     read_manifest,
-    sha256_file,
 )
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, ExportError
+from rankopt.hashes import sha256_file
 from rankopt.models.card import ModelCard
 from rankopt.passes.export_aoti import ExportAoti
 

@@ -19,10 +19,10 @@ from rankopt.artifact.manifest import (
     MANIFEST,
     PROGRAM,
     read_manifest,
-    sha256_file,
 )
 from rankopt.artifact.verify import Verification, verify_artifact
 from rankopt.errors import ArtifactError
+from rankopt.hashes import sha256_file
 
 
 def verify_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> Verification:

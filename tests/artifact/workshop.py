@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from passes.zoo import MODELS, apply_passes, make_bundle, seeded
 from rankopt.artifact.build import write_artifact
 from rankopt.artifact.constants import map_constants, write_constants
-from rankopt.artifact.manifest import CONSTANTS, MANIFEST, read_manifest, sha256_file
+from rankopt.artifact.manifest import CONSTANTS, MANIFEST, read_manifest
 from rankopt.bundle import ModelBundle
+from rankopt.hashes import sha256_file
 from rankopt.models.card import ModelCard
 from rankopt.passes.base import Pass
 from rankopt.passes.drop_dead_positions import DropDeadPositions

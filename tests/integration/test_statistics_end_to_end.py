@@ -16,11 +16,12 @@ import pytest
 import small
 from rankopt import compare, load_artifact, load_card
 from rankopt.artifact.constants import map_constants, write_constants
-from rankopt.artifact.manifest import CONSTANTS, MANIFEST, read_manifest, sha256_file
+from rankopt.artifact.manifest import CONSTANTS, MANIFEST, read_manifest
 from rankopt.bench.local_backend import LocalBackend
 from rankopt.bench.stats import claimed_differences
 from rankopt.data.encode import load_rows
 from rankopt.data.splits import open_splits
+from rankopt.hashes import sha256_file
 from rankopt.quality.metrics import normalized_entropy
 from rankopt.review.gates import Gates
 from rankopt.review.schema import Report

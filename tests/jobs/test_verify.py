@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,31 @@ def test_weights_that_lost_what_was_learned_fail(
     # Sound in itself, and another model than the card's checkpoint.
     refreshed = refresh_artifact(artifact, file, tmp_path / "blank")
     assert not (refreshed / "judged").exists()
-    result = cli("verify", refreshed, "--data", data)
+    learned = small.trained(root) / "checkpoint.safetensors"
+    result = cli("verify", refreshed, "--data", data, "--checkpoint", learned)
     assert result.exit_code == 1, result.stdout + result.stderr
     assert "beyond the margin" in result.stdout
+    assert f"{learned} holds other bytes than the checkpoint" in result.stdout
     assert "verdict: fail" in result.stdout
     assert cli("verify", refreshed).exit_code == 1
-    # Against the weights that it was made of it holds.
-    assert cli("verify", refreshed, "--data", data, "--checkpoint", file).exit_code == 0
+    # Against the weights that it was made of, which its manifest names, it holds.
+    found = cli("verify", refreshed, "--data", data)
+    assert found.exit_code == 0, found.stdout + found.stderr
     assert cli("verify", refreshed).exit_code == 0
+    # A copy has the same bytes.
+    moved = shutil.move(file, tmp_path / "moved.safetensors")
+    gone = cli("verify", refreshed, "--data", data)
+    assert gone.exit_code == 2
+    assert f"manifest.json: checkpoint: {file} is gone" in gone.stderr
+    assert "--checkpoint" in gone.stderr
+    copied = cli("verify", refreshed, "--data", data, "--checkpoint", moved)
+    assert copied.exit_code == 0
+    assert "holds other bytes" not in copied.stdout
+    shutil.copy(learned, file)
+    changed = cli("verify", refreshed, "--data", data)
+    assert changed.exit_code == 2
+    assert f"{file} has changed: its sha256 must be" in changed.stderr
+    assert cli("verify", refreshed).exit_code == 0  # without rows no weights are needed
 
 
 def test_few_rows_are_inconclusive(cli: Cli, root: Path, artifact: Path, tmp_path: Path) -> None:

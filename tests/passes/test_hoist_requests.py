@@ -30,7 +30,7 @@ from rankopt.artifact.constants import stored_bytes, write_constants
 from rankopt.artifact.contract import contract_of
 from rankopt.artifact.requests import named_for_requests
 from rankopt.bundle import ModelBundle
-from rankopt.capture.requests import REQUEST_INDEX
+from rankopt.capture.requests import REQUEST_INDEX, one_request_a_row
 from rankopt.environment import collect_environment
 from rankopt.kernels.dense_choice import DenseLayer
 from rankopt.models.hstu import HSTU
@@ -275,6 +275,30 @@ def test_passes_behind_it_rewrite_both_forms(name: str) -> None:
     expected, scores = bundle.run(plain)["score"], form_of(bundle).run(requests)["score"]
     # Split layers round other numbers; the tables are the same.
     exact = plain_bundle(name).run(plain)["score"]
+    allowed = 4 * float((expected - exact).abs().max()) + 0.02 * float(exact.std())
+    assert float((scores - expected).abs().max()) < allowed
+
+
+@pytest.mark.parametrize("name", ["din", "dlrm"])
+def test_static_activations_are_calibrated_in_both_forms(name: str) -> None:
+    bundle = hoisted_bundle(name)
+    about = context()
+    step = QuantizeDense(min_inputs=1, activation_bits=8, activations="static")
+    bundle = apply_to_forms(step, bundle, about)
+    peaks = [
+        {n: float(v) for n, v in form.constants.items() if n.endswith("peak")}
+        for form in (bundle, form_of(bundle))
+    ]
+    shared = peaks[0].keys() & peaks[1].keys()
+    assert shared
+    for layer in shared:
+        assert peaks[0][layer] == pytest.approx(peaks[1][layer], rel=1e-4)
+    assert any(note.startswith(REQUESTS) and "static scale up to" in note for note in about.notes)
+    # Scores of the rows that the scales are of: beyond them values are cut off.
+    rows = bundle.sample
+    expected = bundle.run(rows)["score"]
+    scores = form_of(bundle).run(one_request_a_row(rows, bundle.card))["score"]
+    exact = plain_bundle(name).run(rows)["score"]
     allowed = 4 * float((expected - exact).abs().max()) + 0.02 * float(exact.std())
     assert float((scores - expected).abs().max()) < allowed
 

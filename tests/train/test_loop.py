@@ -15,6 +15,7 @@ from rankopt.errors import CardError, DataError, OutputExistsError, UsageError
 from rankopt.models.build import build_module
 from rankopt.models.card import ModelCard, load_card
 from rankopt.models.serving import ServingModule
+from rankopt.recipe import parse_recipe
 from rankopt.train.loop import judge, train
 from rankopt.train.settings import TrainSettings
 
@@ -130,9 +131,11 @@ def test_small_windows_and_several_evaluations_train_as_well(planted, tmp_path):
 
 def test_rows_made_ahead_of_the_step_change_no_weight_and_their_wait_is_told(planted, tmp_path):
     update = {"window_rows": 3_000, "epochs": 2, "patience": 9}
-    for prefetch in (0, 3):
-        settings = SETTINGS.model_copy(update={**update, "prefetch": prefetch})
-        result = train(make_card(), splits_of(planted[0]), tmp_path / str(prefetch), settings)
+    settings = SETTINGS.model_copy(update=update)
+    ahead = parse_recipe({"name": "ahead", "passes": [{"train_pipeline": {"depth": 3}}]}, where="")
+    for name, recipe in (("0", None), ("3", ahead)):
+        splits = splits_of(planted[0])
+        result = train(make_card(), splits, tmp_path / name, settings, recipe=recipe)
         assert 0 < result.metrics["steps"]["data_wait_share"] < 1
     first, second = (load_file(tmp_path / n / "checkpoint.safetensors") for n in "03")
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -35,7 +35,6 @@ from rankopt.artifact.manifest import (
     Manifest,
     OutputEntry,
     Target,
-    sha256_file,
 )
 from rankopt.artifact.parts import write_parts
 from rankopt.artifact.requests import named_for_requests, request_form, write_request_checks
@@ -45,6 +44,7 @@ from rankopt.capture.export import MAX_BATCH
 from rankopt.capture.parts import parts_in
 from rankopt.environment import Environment, collect_environment
 from rankopt.errors import ExportError
+from rankopt.hashes import sha256_file
 from rankopt.kernels.build import load_kernels
 from rankopt.kernels.ops import aoti_c_shims, current_isa, schema_here
 from rankopt.passes.device import moved_for
@@ -143,6 +143,7 @@ def write_artifact(
         control_size_bytes=control_size_bytes,
         card=bundle.card.model_dump(mode="json", exclude_none=True),
         card_folder=str(bundle.card.folder),
+        checkpoint=bundle.checkpoint,
     )
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return manifest

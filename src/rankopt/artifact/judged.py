@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rankopt.artifact.manifest import MANIFEST, Manifest, sha256_file
+from rankopt.artifact.manifest import MANIFEST, Manifest
+from rankopt.hashes import sha256_file
 from rankopt.output import write_json_atomic
 from rankopt.review.schema import MetricParity, Report, Verdict
 

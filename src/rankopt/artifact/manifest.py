@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rankopt.artifact.contract import InputContract
 from rankopt.errors import ArtifactError
+from rankopt.hashes import FileRecord, sha256_file
 from rankopt.models.card import ModelCard
 from rankopt.problems import problems_of_validation
 
@@ -142,6 +142,8 @@ class Manifest(_Frozen):
     card: dict[str, Any]
     """The model card, so that data can be read for the artifact alone."""
     card_folder: str | None = None
+    checkpoint: FileRecord | None = None
+    """The weights that it was made of; None for random ones."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -167,12 +169,6 @@ def read_manifest(folder: Path) -> Manifest:
             "Build the artifact again with this version."
         )
     return manifest
-
-
-def sha256_file(path: Path) -> str:
-    """Hash a file without reading it into memory."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def damaged_files(folder: Path, manifest: Manifest) -> list[str]:

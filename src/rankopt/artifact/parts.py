@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from rankopt.artifact.manifest import Manifest, PartEntry, sha256_file
+from rankopt.artifact.manifest import Manifest, PartEntry
 from rankopt.capture.parts import EagerPart
 from rankopt.errors import ArtifactError, ExportError, Problem
+from rankopt.hashes import sha256_file
 
 PARTS = "parts"
 CODE = "parts/code"

@@ -29,7 +29,6 @@ from rankopt.artifact.manifest import (
     card_of,
     damaged_files,
     read_manifest,
-    sha256_file,
 )
 from rankopt.artifact.parts import PARTS, mismatches, write_parts
 from rankopt.artifact.requests import named_for_requests, write_request_checks
@@ -39,6 +38,7 @@ from rankopt.capture.export import trace_example
 from rankopt.capture.parts import EagerPart, parts_in
 from rankopt.environment import collect_environment
 from rankopt.errors import ArtifactError, Problem
+from rankopt.hashes import sha256_file
 from rankopt.jobs.decisions import read_passes
 from rankopt.kernels.build import load_kernels
 from rankopt.kernels.ops import current_isa
@@ -140,7 +140,7 @@ def _rebuild(
     for note in built.notes:
         progress(note)
     progress("exporting the model")
-    bundle = build_bundle(card, built.module, trace_example(card))
+    bundle = build_bundle(card, built.module, trace_example(card), built.checkpoint)
     environment = collect_environment()
     for step, record in zip(recipe.passes, records, strict=True):
         if record.kept and step.purpose != "artifact":
@@ -234,6 +234,7 @@ def _write_weights(
             "part_code": dict(stored.code),
             "part_packages": dict(stored.packages),
             "judged_isa": current_isa(),
+            "checkpoint": bundle.checkpoint,
         }
     )
     (stage / MANIFEST).write_text(refreshed.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -52,6 +52,13 @@ def split_features(
     }
 
 
+def one_request_a_row(features: Mapping[str, Tensor], card: ModelCard) -> dict[str, Tensor]:
+    """Turn features of B rows into those of the second form, each row a request of its own."""
+    entry = next(e for e in contract_of(card) if e.role not in ("values", "weights"))
+    rows = torch.arange(len(features[entry.name]) // entry.groups)
+    return split_features(features, card, rows, rows)
+
+
 def _tensors(card: ModelCard) -> list[str]:
     return [name for item in card.inputs if item.request_level for name in item.tensor_names]
 

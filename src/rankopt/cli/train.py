@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankopt.cli.console import AsJson, Data, Out, Overwrite, Progress, Resume, print_json
-from rankopt.errors import UsageError
+from rankopt.cli.console import AsJson, Data, Overwrite, Progress, Resume, print_json
+from rankopt.cli.main import command_line
+from rankopt.errors import Problem, UsageError
 
 if TYPE_CHECKING:
     from rankopt.train.settings import TrainSettings
 
 app = typer.Typer()
 
-Card = Annotated[str, typer.Argument(help="A model card: a path, or a name in models/.")]
+Card = Annotated[str | None, typer.Argument(help="A model card: a path, or a name in models/.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="The folder to write the result to."),
+]
 Recipe = Annotated[
     str | None, typer.Option("--recipe", help="A training recipe: one of train_* passes only.")
 ]
@@ -42,12 +47,18 @@ CheckpointEvery = Annotated[
     int | None,
     typer.Option("--checkpoint-every", min=1, help="Steps between checkpoints to go on from."),
 ]
+Reproduce = Annotated[
+    Path | None,
+    typer.Option(
+        "--reproduce", help="Train again as the run.json of a run says, and compare the weights."
+    ),
+]
 
 
 @app.command()
 def train(
-    card: Card,
-    out: Out,
+    card: Card = None,
+    out: Out = None,
     recipe: Recipe = None,
     data: Data = None,
     epochs: Epochs = None,
@@ -61,18 +72,19 @@ def train(
     peaks: Peaks = False,
     checkpoint_every: CheckpointEvery = None,
     resume: Resume = False,
+    reproduce: Reproduce = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model card's module to a checkpoint, plainly or by a training recipe.
 
-    OUT gets card.yaml (ready for `rankopt optimize --model`), checkpoint.safetensors, metrics.json
-    and journal.jsonl. A flag goes before the card's `train:` settings. With --checkpoint-every, a
-    run that was killed goes on by the same command and --resume.
-    """
-    from rankopt.models.card import load_card
+    OUT gets card.yaml (ready for `rankopt optimize --model`), checkpoint.safetensors,
+    metrics.json, journal.jsonl and run.json. A flag goes before the card's `train:` settings. With
+    --checkpoint-every, a run that was killed goes on by the same command and --resume.
 
-    loaded = load_card(card)
+    With --reproduce RUN a run is trained again with its own card, recipe and settings; exit code 0
+    when the weights are the same bit for bit, 1 when they are not.
+    """
     flags = {
         "epochs": epochs,
         "batch_size": batch_size,
@@ -80,6 +92,14 @@ def train(
         "seed": seed,
         "num_threads": num_threads,
     }
+    if reproduce is not None:
+        _refuse_beside_reproduce({"CARD": card, "recipe": recipe, **flags, "start": start})
+        raise typer.Exit(_again(reproduce, out, data, save_optimizer, overwrite, as_json))
+    if card is None or out is None:
+        raise _missing(card, out)
+    from rankopt.models.card import load_card
+
+    loaded = load_card(card)
     settings = _settings(loaded.train, flags)
     chosen = None
     if recipe is not None:
@@ -108,6 +128,7 @@ def train(
             overwrite=overwrite,
             checkpoint_every=checkpoint_every,
             resume=resume,
+            command=command_line(),
         )
     if as_json:
         print_json({"card": str(result.card), **result.metrics})
@@ -117,6 +138,68 @@ def train(
     for line in _cost(result.metrics):
         typer.echo(line)
     typer.echo(f"card: {result.card}")
+
+
+def _missing(card: str | None, out: Path | None) -> UsageError:
+    """Say which of the two is not there, that --reproduce alone can do without."""
+    problems = [
+        Problem(name, "is required", hint="Only --reproduce RUN goes without it.")
+        for name, value in (("CARD", card), ("--out", out))
+        if value is None
+    ]
+    return UsageError(problems=problems)
+
+
+def _refuse_beside_reproduce(given: dict[str, Any]) -> None:
+    """Refuse what the run's manifest decides."""
+    problems = [
+        Problem(
+            name if name.isupper() else f"--{name.replace('_', '-')}",
+            "goes not with --reproduce, which takes it from run.json",
+            value if isinstance(value, int | float) else str(value),
+            "Leave it out, or train without --reproduce.",
+        )
+        for name, value in given.items()
+        if value is not None
+    ]
+    if problems:
+        raise UsageError(problems=problems)
+
+
+def _again(
+    run: Path,
+    out: Path | None,
+    data: str | None,
+    save_optimizer: bool,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
+    """Train a run again, tell what came of it, and return the exit code."""
+    with Progress() as progress:
+        progress.step("loading PyTorch")
+        from rankopt.review.gates import exit_code
+        from rankopt.train.reproduce import reproduce
+
+        found = reproduce(
+            run,
+            out,
+            data=data,
+            save_optimizer=save_optimizer,
+            overwrite=overwrite,
+            command=command_line(),
+            progress=progress.note,
+        )
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+        return exit_code(found.verdict)
+    for reason in found.reasons:
+        typer.echo(f"- {reason}")
+    for difference in found.differences:
+        typer.echo(f"- {difference}")
+    typer.echo(f"verdict: {found.verdict}")
+    if found.out is not None:
+        typer.echo(f"card: {Path(found.out) / 'card.yaml'}")
+    return exit_code(found.verdict)
 
 
 def _settings(defaults: TrainSettings, flags: dict[str, Any]) -> TrainSettings:

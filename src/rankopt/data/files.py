@@ -57,6 +57,11 @@ class ParquetSource(ColumnSource):
         super().__init__(str(path), columns)
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order of their rows."""
+        return self._files
+
+    @property
     def num_rows(self) -> int:
         return self._groups[-1].stop_row if self._groups else 0
 

@@ -76,6 +76,11 @@ class LineSource(ColumnSource):
         super().__init__(name, columns)
         self._files = tuple(files)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order of their rows."""
+        return self._files
+
     def pieces(self) -> tuple[Piece, ...]:
         """List the files."""
         return tuple(map(self._piece, self._files))

@@ -95,6 +95,16 @@ class NumberedSource(Protocol):
 
 
 @runtime_checkable
+class FilesSource(Protocol):
+    """A source that reads files."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, in the order of their rows."""
+        ...
+
+
+@runtime_checkable
 class FillsMissing(Protocol):
     """A source that puts values in the place of missing ones, and can be told not to."""
 

@@ -8,7 +8,7 @@ without a validation split one is taken out of the test rows, by a hash that nev
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,14 @@ class Splits:
     validation: RowSource | None
     test: RowSource
     description: dict[str, Any]
+    given: str | None = None
+    """The path that was given in place of the card's own rows, absolute."""
+
+    @property
+    def by_name(self) -> dict[str, RowSource]:
+        """The sources that there are, by the name of their split."""
+        named = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: source for name, source in named.items() if source is not None}
 
 
 class HashSplitSource(ColumnSource):
@@ -67,6 +75,11 @@ class HashSplitSource(ColumnSource):
         super().__init__(f"{source.name} ({label})", source.column_names())
         if key is not None:
             choose_columns(source.name, [key], source.column_names())
+
+    @property
+    def source(self) -> RowSource:
+        """All the rows that these are a part of."""
+        return self._source
 
     def keeping_missing(self) -> HashSplitSource:
         """Return the same rows with what the source fills in left missing."""
@@ -109,7 +122,8 @@ def open_splits(card: ModelCard, data: Any = None) -> Splits:
         EnvironmentProblem: data made at run time could not be fetched or stored.
     """
     if data is not None:
-        return _override(card, data)
+        given = str(Path(data).absolute()) if isinstance(data, (str, Path)) else None
+        return replace(_override(card, data), given=given)
     if card.data.source == "files":
         return _card_files(card)
     folder = _made_folder(card)

@@ -127,7 +127,7 @@ def optimize_into(
         for note in check_module(card, built.module, sample):
             progress(note)
         progress("exporting the model")
-        bundle = build_bundle(card, built.module, sample)
+        bundle = build_bundle(card, built.module, sample, built.checkpoint)
         export = next(step for step in recipe.passes if step.purpose == "artifact")
         bench = TrialBench(
             export=export,

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from rankopt.bundle import ModelBundle
 from rankopt.capture.export import TRACE_ROWS
-from rankopt.capture.requests import REQUEST_INDEX
+from rankopt.capture.requests import REQUEST_INDEX, one_request_a_row
 from rankopt.environment import Environment
 from rankopt.errors import Problem
 from rankopt.kernels.build import load_kernels
@@ -155,8 +155,7 @@ class QuantizeDense(Pass):
             store = LayerConstants(module)
             peaks: dict[str, float] = {}
             if chosen and self.activations == "static":
-                sample = [bundle.sample[name] for name in bundle.card.tensor_names]
-                ranges = calibrate(module, sample, chosen, self.quantile)
+                ranges = calibrate(module, _sample(bundle), chosen, self.quantile)
                 peaks = _fixed_peaks(ranges, self.quantile, context)
                 if not peaks:
                     return
@@ -309,6 +308,14 @@ def _replace_float(
 
 def _quantised(linear: Linear) -> tuple[Tensor, Tensor]:
     return quantize_linear_weight(linear.weight)
+
+
+def _sample(bundle: ModelBundle) -> list[Tensor]:
+    """List the graph's inputs on real rows; the second form sees each row as a request."""
+    features = bundle.sample
+    if bundle.form == "requests":
+        features = one_request_a_row(features, bundle.card)
+    return [features[name] for name in bundle.input_names]
 
 
 def _traced_rows(module: GraphModule, bundle: ModelBundle) -> int:

@@ -31,6 +31,4 @@ class TrainPipeline(TrainingPass):
 
     def set_up(self, setup: TrainingSetup) -> TrainingSetup:
         """Prefetch."""
-        if setup.num_prefetched == self.depth:
-            return setup
         return replace(setup, num_prefetched=self.depth)

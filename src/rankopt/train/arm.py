@@ -14,6 +14,7 @@ from rankopt.models.build import make_module
 from rankopt.models.card import load_card
 from rankopt.models.serving import ServingModule
 from rankopt.recipe import parse_recipe
+from rankopt.train.determinism import one_order_of_sums
 from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.setup import apply_passes, plain_setup
 from rankopt.train.step import Step
@@ -55,7 +56,8 @@ class TrainingArm:
             if name.startswith(LABEL_PREFIX)
         }
         batch = Rows(features, labels, None, num_rows, bag_counts(self._card))
-        return {"loss": torch.tensor(self._step(batch))}
+        with one_order_of_sums():  # as `rankopt train` does
+            return {"loss": torch.tensor(self._step(batch))}
 
 
 def load_training(spec: ArmSpec) -> TrainingArm:

@@ -37,12 +37,14 @@ from rankopt.output import staged_output, write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
 from rankopt.recipe import Recipe
 from rankopt.train.checkpoints import Checkpoints
-from rankopt.train.identity import run_identity
+from rankopt.train.describe import RunDescription
+from rankopt.train.determinism import repeatable
 from rankopt.train.kept_run import Keeping, finished_result, kept_run
 from rankopt.train.meter import StepMeter
 from rankopt.train.progress import RunProgress
 from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
+from rankopt.train.run_manifest import RUN_MANIFEST
 from rankopt.train.settings import TrainSettings
 from rankopt.train.setup import apply_passes, plain_setup
 from rankopt.train.state import CHECKPOINT_NAME, load_state, save_optimizers
@@ -60,7 +62,7 @@ class TrainResult:
     """What a training run wrote, and how good it is.
 
     Attributes:
-        out: the folder, with card.yaml, checkpoint.safetensors and metrics.json.
+        out: the folder, with card.yaml, checkpoint.safetensors, metrics.json and run.json.
         card: the card in it, ready for `rankopt optimize --model`.
         metrics: the content of metrics.json.
     """
@@ -86,6 +88,7 @@ def train(
     checkpoint_every: int | None = None,
     resume: bool = False,
     launch: str | None = None,
+    command: str = "rankopt.train.loop.train",
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
 
@@ -107,6 +110,7 @@ def train(
         resume: go on with a run that was killed; without one, begin.
         launch: a name that workers share with those they were started again for; a run that such a
             launch began goes on without `resume`. Torchrun's restarts need none.
+        command: what to write into run.json as the command that was run.
 
     Raises:
         Interrupted: a signal stopped the run, and a checkpoint is written.
@@ -122,9 +126,11 @@ def train(
     require_sound(recipe, card)
     target = Path(out)
     tell = progress or (lambda line: None)
+    origin = None if start is None else Path(start)
+    described = RunDescription(card, splits, chosen, recipe, origin, command)
 
     def identity() -> dict[str, Any]:
-        return run_identity(card, splits, chosen, recipe, start, save_optimizer=save_optimizer)
+        return described.identity(save_optimizer=save_optimizer)
 
     keeping = Keeping(target, identity, checkpoint_every, resume, overwrite, launch)
     if (metrics := finished_result(keeping)) is not None:
@@ -132,7 +138,7 @@ def train(
         return TrainResult(target, target / "card.yaml", metrics)
     with (
         staged_output(target, overwrite=overwrite) as staging,
-        _seeded(chosen),
+        repeatable(chosen),
         kept_run(keeping, staging, tell) as kept,
     ):
         refuse_broken_limits(card, splits, progress)
@@ -150,22 +156,10 @@ def train(
         write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
         metrics["goodput"] = kept.end(trainer, staging)
         write_json_atomic(staging / "metrics.json", metrics)
+        run = described.manifest(metrics, trainer.module.state_dict())
+        write_json_atomic(staging / RUN_MANIFEST, run.model_dump(mode="json"))
     kept.remove()
     return TrainResult(target, target / "card.yaml", metrics)
-
-
-@contextlib.contextmanager
-def _seeded(settings: TrainSettings) -> Iterator[None]:
-    """Seed and set threads for the run, and leave the process as it was."""
-    threads_before = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        if settings.num_threads:
-            torch.set_num_threads(settings.num_threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads_before)
 
 
 def _breakdown(watch: StepWatch, *, measures_peaks: bool) -> dict[str, Any]:

@@ -35,9 +35,6 @@ class TrainSettings(BaseModel):
     """Stop after so many evaluations in a row without a better validation NE."""
     window_rows: int = Field(default=262_144, gt=1)
     """Rows are shuffled within windows of this size; a smaller split stays in memory."""
-    prefetch: int = Field(default=0, ge=0)
-    """Batches that a thread makes ahead of the step; 0 makes each when its step begins. The pass
-    `train_pipeline` sets it for a recipe."""
     seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, gt=0)
     """PyTorch's default when None."""

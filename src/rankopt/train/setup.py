@@ -36,7 +36,7 @@ class TrainingSetup:
         dense_options: further arguments of the dense weights' optimizer.
         autocast: the type that products of the dense part are computed in; None for float32.
         num_micro_batches: parts of a batch whose gradients are added up before the step.
-        num_prefetched: batches encoded ahead of the step.
+        num_prefetched: batches encoded ahead of the step; 0 makes each when its step begins.
         notes: one sentence per thing a pass left alone, and why.
     """
 
@@ -80,9 +80,7 @@ def plain_setup(
     card: ModelCard, settings: TrainSettings, environment: Environment, serving: ServingModule
 ) -> TrainingSetup:
     """Return the set-up of a run without a recipe."""
-    return TrainingSetup(
-        card, settings, environment, serving, forward=serving, num_prefetched=settings.prefetch
-    )
+    return TrainingSetup(card, settings, environment, serving, forward=serving)
 
 
 def apply_passes(
