@@ -72,9 +72,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "epochs": 2,
             "evaluations_per_epoch": 2,
             "table_optimizer": "sparse_adam",
-            "prefetch": 2,
             "patience": 9,
         },
+        "passes": [{"train_pipeline": {"depth": 2}}],
         "save_optimizer": True,
     },
     "stops": {
