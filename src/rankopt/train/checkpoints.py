@@ -208,6 +208,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Let go of the folder, which stays for a later process if there is a checkpoint in it."""
+        self._tell = lambda line: None  # what ends the run has more to say
         self._settle()
         self.journal.flush()
         if self.folder is not None and rank() == 0:

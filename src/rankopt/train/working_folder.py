@@ -102,6 +102,23 @@ class WorkingFolder:
         with _told(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._take()
+        try:
+            return self._begin(identity, every, resume=resume, overwrite=overwrite, launch=launch)
+        except BaseException:
+            self.release()
+            raise
+
+    def _begin(
+        self,
+        identity: Mapping[str, Any],
+        every: int | None,
+        *,
+        resume: bool,
+        overwrite: bool,
+        launch: str | None,
+    ) -> int:
+        """Make what lies in the folder that of this run."""
+        with _told(self.path):
             recover_folder(self.last, alone=True)
             # What a kill cut short; such weights are found and written again.
             for left in (*self.path.glob("*.partial-save"), *self.path.glob("best-*.replaced-*")):
@@ -130,14 +147,18 @@ class WorkingFolder:
 
     def close(self) -> None:
         """Let another process have the folder; one without a checkpoint is removed."""
-        if not self.has_checkpoint:
+        if self.has_checkpoint:
+            self.release()
+        else:
             self.remove()
-        elif self._lock is not None:
-            self._lock.close()
 
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let another process have the folder."""
         if self._lock is not None:
             self._lock.close()
 
