@@ -28,6 +28,9 @@ DEMO_CARD ?= models/din-movielens.yaml
 DEMO_RECIPE ?= recipes/launch-int8.yaml
 DEMO_OUT ?= runs/demo
 COVERAGE ?= 85
+# Processes that share the tests, file by file. Threads that wait for work give their core away: with
+# two processes on two cores they would hold up the other's.
+TEST_PROCESSES ?= 2
 
 .PHONY: help setup demo test results compat sanitize peers bench kernels training lint format lock doctor clean
 
@@ -47,7 +50,8 @@ demo: $(INSTALLED)
 	@$(BIN)/rankopt run $(DEMO_RECIPE) --model $(DEMO_OUT)/training/card.yaml --out $(DEMO_OUT) --overwrite
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest --cov=rankopt --cov-report=term --cov-fail-under=$(COVERAGE) $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
+	    --cov=rankopt --cov-report=term --cov-fail-under=$(COVERAGE) $(ARGS)
 
 results: $(INSTALLED)
 	@$(BIN)/python scripts/results.py measure $(ARGS)
