@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -336,6 +337,8 @@ def _prime_profiler() -> None:
 
 
 def _profile() -> Any:
+    # Or the profiler tells the terminal of each start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
