@@ -1,4 +1,8 @@
-"""A model of five tables, and a plan for it that cuts them in five ways."""
+"""A model of small tables, and a plan for it that cuts them in every way.
+
+Five ways to shard, sum and mean pooling, with and without weights: each combination is a table,
+but for means with weights that are cut by rows, which `shard_module` refuses.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,18 @@ from rankopt.sharding.setting import Kernel, ShardingType
 from rankopt.sharding.topology import Bandwidths, Topology
 
 DIM = 16
-ROWS = {"a": 50, "b": 11, "c": 7, "d": 33, "e": 5, "w": 29, "v": 13}
-MEAN = {"b", "c", "d"}
-PLAIN, WEIGHTED = ("a", "b", "c", "d", "e"), ("w", "v")
+PLAIN = ("a", "b", "c", "d", "e", "f", "g", "h", "i", "j")
+WEIGHTED = ("k", "l", "m", "n", "o", "p", "q", "r")
+MEAN = {*"bcdfj", *"kmo"}
 NUM_ROWS = 12
 KINDS: dict[str, ShardingType] = {
     "a": "row_wise", "b": "table_wise", "c": "column_wise", "d": "table_row_wise",
-    "e": "data_parallel", "w": "row_wise", "v": "column_wise",
+    "e": "data_parallel", "f": "row_wise", "g": "table_wise", "h": "column_wise",
+    "i": "table_row_wise", "j": "data_parallel", "k": "table_wise", "l": "table_wise",
+    "m": "column_wise", "n": "column_wise", "o": "data_parallel", "p": "data_parallel",
+    "q": "row_wise", "r": "table_row_wise",
 }  # fmt: skip
+ROWS = {name: 13 + 13 * order % 47 for order, name in enumerate((*PLAIN, *WEIGHTED))}
 
 
 class SmallNet(nn.Module):
@@ -61,6 +69,49 @@ def net() -> SmallNet:
     """Return the model with its planted weights."""
     torch.manual_seed(3)
     return SmallNet()
+
+
+def expected(state: dict[str, Tensor]) -> Tensor:
+    """Score all rows in fp64 from the weights."""
+    joined = torch.cat(list(pooled(state).values()), dim=1)
+    return joined @ state["top.weight"].double()[0] + state["top.bias"].double()
+
+
+def pooled(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Pool the bags of all rows in fp64, by table; means divide by the number of ids."""
+    found = {}
+    for path, names, jagged in _collections():
+        bags = jagged.to_dict()
+        for name in names:
+            bag = bags[f"f_{name}"]
+            vectors = state[f"{path}.embedding_bags.{name}.weight"].double()[bag.values()]
+            if name in WEIGHTED:
+                vectors = vectors * bag.weights().double().unsqueeze(1)
+            owner = torch.repeat_interleave(torch.arange(NUM_ROWS), bag.lengths())
+            total = torch.zeros(NUM_ROWS, DIM, dtype=torch.float64).index_add(0, owner, vectors)
+            if name in MEAN:
+                total = total / bag.lengths().clamp(min=1).unsqueeze(1)
+            found[name] = total
+    return found
+
+
+def unsharded(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Pool with torchrec's collections as they are; torch's bags refuse means with weights."""
+    found = {}
+    for path, names, jagged in _collections():
+        own = tuple(name for name in names if path == "sparse" or name not in MEAN)
+        bags = _collection(own, is_weighted=path == "weighted")
+        keys = [f"embedding_bags.{name}.weight" for name in own]
+        bags.load_state_dict({key: state[f"{path}.{key}"] for key in keys})
+        with torch.no_grad():
+            vectors = bags(jagged).to_dict()
+        found |= {name: vectors[f"f_{name}"] for name in own}
+    return found
+
+
+def _collections() -> tuple[tuple[str, tuple[str, ...], KeyedJaggedTensor], ...]:
+    plain, weighted = rows(0, NUM_ROWS)
+    return ("sparse", PLAIN, plain), ("weighted", WEIGHTED, weighted)
 
 
 def rows(start: int, stop: int) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:

@@ -114,10 +114,11 @@ def test_large_tables_spill_to_the_host_and_hot_ones_stay(gpus: Topology) -> Non
     assert all(rank.use.host.total <= gpus.host_bytes for rank in solution.ranks)
 
 
-def test_what_torchrec_does_not_offer_is_said(model: ModelTables, cpus: Topology) -> None:
-    # The model has a sequence, which fbgemm's dense lookup would pool on a CPU.
-    with pytest.raises(SettingProblem, match="does not offer data_parallel on cpu"):
-        solve(model, cpus, of(("data_parallel",)), BATCH)
+def test_what_does_not_run_on_cpus_is_said(model: ModelTables, cpus: Topology) -> None:
+    # fbgemm's dense lookup would pool the sequence, and take a rank without a row for a GPU.
+    for kind, name in (("data_parallel", "item"), ("row_wise", "one")):
+        with pytest.raises(SettingProblem, match=f"{kind}.*does not run on cpu for {name}"):
+            solve(model, cpus, of((kind,), ("dense", "fused")), BATCH)
 
 
 def tables_file(folder: Path, num_rows: int, **options: int) -> Path:
@@ -223,14 +224,32 @@ def test_wrong_settings_are_told_all_at_once(tmp_path: Path, cpus: Topology) -> 
             cpus,
             batch_size=0,
             precision="int8",
-            sharding_types=("row_wise",),
             kernels=("fused_uvm",),
             load_factors=(0.0, 1.0),
         )
     wheres = {problem.where for problem in caught.value.problems}
-    assert wheres == {
-        "--batch-size", "--precision", "--sharding-types", "--kernels", "--load-factors"
-    }  # fmt: skip
+    assert wheres == {"--batch-size", "--precision", "--kernels", "--load-factors"}
+    with pytest.raises(UsageError, match=r"--sharding-types: .*table_wise"):
+        plan_shards(
+            tables_file(tmp_path, 10), cpus, serving=True, sharding_types=("data_parallel",)
+        )
+
+
+def test_a_table_that_nothing_asked_for_can_shard_is_named(tmp_path: Path, cpus: Topology) -> None:
+    file = tmp_path / "tables.yaml"
+    file.write_text(
+        "name: m\ntables:\n- {name: bag, num_rows: 10, dim: 16}\n"
+        "- {name: clicks, num_rows: 10, dim: 16, pooling: none}\n"
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"--sharding-types: .*data_parallel with .* does not run on cpu for clicks",
+    ):
+        plan_shards(file, cpus, sharding_types=("data_parallel",))
+    # Every table may be copied but the sequence.
+    plan = plan_shards(file, cpus)
+    kinds = {table.name: table.sharding_type for table in plan.tables}
+    assert kinds["clicks"] != "data_parallel"
 
 
 def test_a_plan_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:

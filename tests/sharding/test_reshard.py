@@ -179,17 +179,17 @@ def test_a_plan_places_every_table(tmp_path: Path, kind: ShardingType) -> None:
 def test_row_wise_state_follows_the_columns(tmp_path: Path) -> None:
     """One value a row and part of the columns, as torchrec keeps it."""
     model = small_net.net()
-    name = "sparse.embedding_bags.c.weight"
-    state = {"optimizer": {"state": {name: {"c.momentum1": torch.rand(7)}}}}
+    name, num_rows = "sparse.embedding_bags.c.weight", small_net.ROWS["c"]
+    state = {"optimizer": {"state": {name: {"c.momentum1": torch.rand(num_rows)}}}}
     torch.save({"model": model.state_dict(), **state}, tmp_path / "one.pt")
     kinds: dict[str, ShardingType] = dict.fromkeys(small_net.ROWS, "column_wise")
     two = reshard(tmp_path / "one.pt", tmp_path / "two", 2, plan=small_net.plan(1, 2, kinds))
     assert any("each of the 2 parts" in note for note in two.notes)
     key = f"optimizer.state.{name}.c.momentum1"
     wide = open_checkpoint(tmp_path / "two").tensors[key]
-    assert wide.shape == (14,)
-    parts = wide.read_rows(0, 14).flatten()
-    assert torch.equal(parts[:7], parts[7:])
+    assert wide.shape == (2 * num_rows,)
+    parts = wide.read_rows(0, 2 * num_rows).flatten()
+    assert torch.equal(parts[:num_rows], parts[num_rows:])
     # The same columns over other ranks: copied as they are. Whole rows: the mean of the parts.
     three = reshard(two.out, tmp_path / "three", 3, plan=small_net.plan(1, 3, kinds))
     assert three.checksums[key] == two.checksums[key]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rankopt.errors import Problem, UsageError
 from rankopt.sharding.planner import SettingProblem, Solution, solve, uses_cache
 from rankopt.sharding.setting import (
     CACHING_KERNELS,
@@ -107,13 +108,21 @@ class Choice:
 
 
 def choose(request: Request, progress: Tell) -> Choice:
-    """Try every setting and take the fastest that keeps as much of the model as it can."""
+    """Try every setting and take the fastest that keeps as much of the model as it can.
+
+    Raises:
+        UsageError: what is asked for leaves a table without any way to be sharded.
+    """
     tried: list[Tried] = []
     for setting in settings(request):
         if any(item.fits for item in tried) and not _worth_a_look(setting, request):
             continue
         progress(f"planning: {setting.name}")
         tried.append(attempt(request, setting))
+    if all(item.solution is None for item in tried):
+        hint = "Allow more ways to shard, or more kernels."
+        what = tried[0].problem or "leave no way to shard the tables"
+        raise UsageError(problems=[Problem("--sharding-types", what, hint=hint)])
     best = _best(tried)
     if len(request.sharding_types) > 1:
         for setting in forced(request, best.setting):

@@ -22,8 +22,7 @@ from rankopt.sharding.topology import Topology
 from rankopt.units import format_bytes
 
 LIMITS = (
-    "Predicted, not measured: torchrec's formulas over the topology's bandwidths. Lookups, "
-    "exchange and update of a rank are added up as if nothing overlapped.",
+    "Lookups, exchange and update of a rank are added up as if nothing overlapped.",
     "Activations of the dense layers are not known before they run; the reserved share of memory "
     "is for them.",
 )
@@ -33,7 +32,7 @@ def described(request: Request, choice: Choice, reproduce: str) -> ShardPlan:
     """Write down a choice."""
     best, model, topology = choice.best, request.model, request.topology
     setting = best.setting
-    notes = [*model.notes, *LIMITS]
+    notes = [*model.notes, _source_of_times(topology), *LIMITS]
     if topology.dense_tflop_per_s is None:
         notes.append("The topology states no dense_tflop_per_s: the step is without dense layers.")
     return ShardPlan(
@@ -62,6 +61,20 @@ def described(request: Request, choice: Choice, reproduce: str) -> ShardPlan:
         notes=tuple(notes),
         versions=_versions(),
         reproduce=reproduce,
+    )
+
+
+def _source_of_times(topology: Topology) -> str:
+    measured = []
+    if topology.measured_lookups is not None:
+        measured.append("lookups and updates")
+    if topology.measured:
+        measured.append("collectives")
+    if not measured:
+        return "Predicted, not measured: torchrec's formulas over the topology's bandwidths."
+    return (
+        f"Predicted from measured times of {' and '.join(measured)}; all else by torchrec's "
+        "formulas over the topology's bandwidths."
     )
 
 

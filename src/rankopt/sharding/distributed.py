@@ -71,6 +71,7 @@ def shard_module(
     if device is None:
         device = torch.device(plan.topology["device"])
     group = distributed.GroupMember.WORLD
+    _check_rows(plan, device)
     _check_pooling(module, plan)
     sharded = DistributedModelParallel(
         module,
@@ -85,8 +86,28 @@ def shard_module(
     return sharded
 
 
+def _check_rows(plan: ShardPlan, device: torch.device) -> None:
+    """Refuse ranks that hold no row of a table: on CPUs fbgemm takes such a lookup for a GPU's."""
+    if device.type != "cpu":
+        return
+    what = "leaves a rank without a row, which fbgemm cannot look up on CPUs"
+    hint = "Shard the table in another way: it has too few rows for so many ranks."
+    problems = [
+        Problem(f"plan of {table.name}: {table.sharding_type}", what, hint=hint)
+        for table in plan.tables
+        if any(shard.num_rows == 0 for shard in table.shards)
+    ]
+    if problems:
+        raise UsageError(problems=problems)
+
+
 def _check_pooling(module: nn.Module, plan: ShardPlan) -> None:
-    """Refuse a feature that two tables read of which only one is cut by rows and pools by mean."""
+    """Refuse what torchrec pools otherwise where a table with mean pooling is cut by rows.
+
+    Its output is divided after the ranks' sums, for each feature: a feature that another table
+    reads too is divided there as well, and where ids carry weights torchrec 1.8 divides by the sum
+    of the weights, but by the number of ids where the table is cut in any other way.
+    """
     kinds = {(table.path, table.key): table.sharding_type for table in plan.tables}
     problems = []
     for path, child in module.named_modules():
@@ -98,6 +119,13 @@ def _check_pooling(module: nn.Module, plan: ShardPlan) -> None:
             by_rows = kinds.get((path, config.name)) in _BY_ROWS
             side = divided if by_rows and config.pooling == PoolingType.MEAN else whole
             side.update(config.feature_names)
+        if divided and child.is_weighted():
+            what = (
+                "pools by mean with weights, whose result depends on the cut where rows are split"
+            )
+            hint = "Plan it with --sharding-types table_wise,column_wise,data_parallel."
+            features = ", ".join(sorted(divided))
+            problems.append(Problem(f"{path}: {features}", what, hint=hint))
         if divided & whole:
             what = "is read by a row-wise table with mean pooling and by another table"
             hint = "Give one of the tables a feature of its own, or shard both alike."

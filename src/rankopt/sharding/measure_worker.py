@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ class PlanRun:
         block = []
         for _ in range(num_steps):
             features = next(self._inputs)
-            step_ns = self._timed(lambda given=features: self._step(given))
+            step_ns = self._timed(partial(self._step, features))
             times = self._in_parts(features)
             block.append(PartTimes(step_ns=step_ns, **times))
         self._blocks.append(block)
@@ -287,7 +288,8 @@ def _optimizer(parameters: list[nn.Parameter], kind: str | None) -> torch.optim.
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
     if kind == "row_wise_adagrad":
-        return RowWiseAdagrad(parameters, lr=LEARNING_RATE)
+        by_rows: torch.optim.Optimizer = RowWiseAdagrad(parameters, lr=LEARNING_RATE)
+        return by_rows
     if kind == "adam":
         return torch.optim.Adam(parameters, lr=LEARNING_RATE)
     return torch.optim.Adagrad(parameters, lr=LEARNING_RATE)

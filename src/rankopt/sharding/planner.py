@@ -147,11 +147,15 @@ def solve(model: ModelTables, topology: Topology, setting: Setting, batch_size: 
         batch_size: rows of one rank.
 
     Raises:
-        SettingProblem: the setting's ways to shard are not offered on the topology's device.
+        SettingProblem: a table can be sharded in none of the setting's ways on the device.
     """
-    if not all(allowed_types(table, topology, setting) for table in model.tables):
+    stuck = [t.name for t in model.tables if not allowed_types(t, topology, setting)]
+    if stuck:
         kinds, kernels = " and ".join(setting.sharding_types), " and ".join(setting.kernels)
-        raise SettingProblem(f"torchrec does not offer {kinds} on {topology.device} with {kernels}")
+        names = ", ".join(stuck[:3]) + (" and others" if len(stuck) > 3 else "")
+        raise SettingProblem(
+            f"{kinds} with {kernels} does not run on {topology.device} for {names}"
+        )
     dense = dense_use(model.dense_parameters, setting, topology)
     with _quiet():
         space = SearchSpace(model.tables, topology, setting, batch_size, dense)

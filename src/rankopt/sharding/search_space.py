@@ -135,9 +135,8 @@ def allowed_types(table: Table, topology: Topology, setting: Setting) -> tuple[S
     """
     supported = supported_types(serving=setting.serving)
     types = [kind for kind in setting.sharding_types if kind in supported]
-    if topology.device == "cpu" and not table.pooled:
-        # fbgemm's dense lookup pools on CPUs whatever it is told: copies of sequences fail there.
-        types = [kind for kind in types if kind != "data_parallel"]
+    if topology.device == "cpu" and not setting.serving:
+        types = [kind for kind in types if _runs_on_cpus(table, kind, topology)]
     if "dense" not in setting.kernels:
         types = [kind for kind in types if kind != "data_parallel"]
     elif set(setting.kernels) == {"dense"}:
@@ -148,6 +147,17 @@ def allowed_types(table: Table, topology: Topology, setting: Setting) -> tuple[S
     if len(types) > 1 and topology.num_hosts == 1 and "row_wise" in types:
         types = [kind for kind in types if kind != "table_row_wise"]
     return tuple(types)
+
+
+def _runs_on_cpus(table: Table, kind: ShardingType, topology: Topology) -> bool:
+    if kind == "data_parallel":
+        # fbgemm's dense lookup pools on CPUs whatever it is told: copies of sequences fail there.
+        return table.pooled
+    if kind in {"row_wise", "table_row_wise"}:
+        # Where a rank is left without a row, fbgemm takes the lookup to be a GPU's.
+        holders = topology.world_size if kind == "row_wise" else topology.ranks_per_host
+        return math.ceil(table.num_rows / holders) * (holders - 1) < table.num_rows
+    return True
 
 
 def _meta_module(tables: Sequence[Table]) -> nn.Module:
