@@ -18,29 +18,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rankopt.data.encode import Rows, iter_rows
+from rankopt.data.dealt import DealtSettings, DealtStream, Share
+from rankopt.data.encode import iter_rows
 from rankopt.data.report.run import refuse_broken_limits
 from rankopt.data.rowsource import RowSource
 from rankopt.data.splits import Splits
-from rankopt.data.stream import RowStream, StreamSettings
 from rankopt.environment import collect_environment
 from rankopt.errors import CardError, DataError, Problem
 from rankopt.models.build import check_forward_signature, make_module
 from rankopt.models.card import ModelCard
-from rankopt.models.checkpoint import save_checkpoint
 from rankopt.models.serving import ServingModule
-from rankopt.output import staged_output, write_json_atomic
+from rankopt.output import write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
 from rankopt.recipe import Recipe
 from rankopt.train.meter import StepMeter
+from rankopt.train.ranked import ScoredShares, ranked_output, refuse_for_ranks
+from rankopt.train.ranks import Ranks
 from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
 from rankopt.train.settings import TrainSettings
 from rankopt.train.setup import apply_passes, plain_setup
-from rankopt.train.state import CHECKPOINT_NAME, load_state, save_optimizers
+from rankopt.train.state import load_state, save_optimizers
 from rankopt.train.step import Step
+from rankopt.train.weights import Kept, keep, put_back, write_weights
 
 EVALUATION_BATCH = 4096
 MAX_TRAIN_ROWS_JUDGED = 50_000
@@ -74,6 +76,7 @@ def train(
     start: str | Path | None = None,
     save_optimizer: bool = False,
     overwrite: bool = False,
+    ranks: Ranks | None = None,
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
 
@@ -88,6 +91,7 @@ def train(
             are what this run begins with.
         save_optimizer: write the optimizers' state of the best weights beside them.
         overwrite: replace an earlier result.
+        ranks: the processes that train together, each of which calls this; None for one alone.
 
     Raises:
         CheckpointError: what `start` holds cannot be read or does not fit.
@@ -101,18 +105,23 @@ def train(
     chosen = settings or card.train
     require_sound(recipe, card)
     target = Path(out)
-    with staged_output(target, overwrite=overwrite) as staging, _seeded(chosen):
-        refuse_broken_limits(card, splits, progress)
-        trainer = _Trainer(card, splits, chosen, progress or (lambda line: None), recipe)
+    joined = ranks or Ranks.alone()
+    told = progress if progress is not None and joined.is_first else lambda line: None
+    with ranked_output(target, overwrite=overwrite, ranks=joined) as staging, _seeded(chosen):
+        if joined.is_first:
+            refuse_broken_limits(card, splits, told)
+        trainer = _Trainer(card, splits, chosen, told, recipe, joined)
+        refuse_for_ranks(trainer.setup, start=start, save_optimizer=save_optimizer)
         trainer.keeps_optimizers = save_optimizer
         if start is not None:
             load_state(Path(start), trainer.module, trainer.step.optimizers)
         metrics = trainer.run()
-        save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
-        if save_optimizer:
-            save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
-        write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
-        write_json_atomic(staging / "metrics.json", metrics)
+        name = write_weights(trainer.module, joined, staging)
+        if joined.is_first:
+            if save_optimizer:
+                save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
+            write_card(card, chosen, staging / "card.yaml", target, name)
+            write_json_atomic(staging / "metrics.json", metrics)
     return TrainResult(target, target / "card.yaml", metrics)
 
 
@@ -140,27 +149,32 @@ class _Trainer:
         settings: TrainSettings,
         progress: Callable[[str], None],
         recipe: Recipe | None,
+        ranks: Ranks,
     ) -> None:
         self.card = card
         self.splits = splits
         self.settings = settings
         self.progress = progress
         self.recipe = recipe
+        self.ranks = ranks
         self.train_source, self.validation = _required(card, splits)
         self.module = make_module(card)
         problems = check_forward_signature(card, self.module)
         if problems:
             raise CardError(problems=problems)
+        self.num_parameters = sum(p.numel() for p in self.module.parameters())
         self.serving = ServingModule(card, self.module)
-        setup = plain_setup(card, settings, collect_environment(), self.serving)
+        setup = plain_setup(card, settings, collect_environment(), self.serving, ranks)
         self.setup, self.passes = apply_passes(setup, training_passes(recipe))
+        self.module = self.setup.module
         self.step = Step(self.setup)
-        stream = settings.model_dump(include={"batch_size", "window_rows", "seed"})
-        self.windows = RowStream(
-            card, self.train_source, StreamSettings(**stream, prefetch=self.setup.num_prefetched)
-        )
+        ranks.reseed(settings.seed)
+        stream = settings.model_dump(include={"batch_size", "row_shards", "window_rows", "seed"})
+        place = {"rank": ranks.rank, "world_size": ranks.world_size}
+        dealt = DealtSettings(**stream, **place, prefetch=self.setup.num_prefetched)
+        self.windows = DealtStream(card, self.train_source, dealt)
         self.curve: list[dict[str, float | int]] = []
-        self.best: dict[str, Tensor] = {}
+        self.best: Kept = {}
         self.best_optimizers: list[dict[str, Any]] = []
         self.keeps_optimizers = False
         self.best_ne = float("inf")
@@ -177,7 +191,7 @@ class _Trainer:
         for epoch in range(1, self.settings.epochs + 1):
             if self._epoch(epoch):
                 break
-        self.module.load_state_dict(self.best)
+        put_back(self.module, self.best)
         duration_s = time.perf_counter() - started
         steps = self.meter.summary()
         judged = {
@@ -191,12 +205,13 @@ class _Trainer:
             "seed": self.settings.seed,
             "settings": self.settings.model_dump(mode="json"),
             "num_rows_seen": self.num_rows_seen,
-            "num_parameters": sum(p.numel() for p in self.module.parameters()),
+            "num_parameters": self.num_parameters,
             "duration_s": round(duration_s, 3),
             "steps": steps,
             "recipe": None if self.recipe is None else self.recipe.name,
             "passes": [record.model_dump(mode="json", exclude_none=True) for record in self.passes],
             "num_threads": torch.get_num_threads(),
+            "ranks": self.ranks.describe(),
             "torch_version": torch.__version__,
             "data": self.splits.description,
         }
@@ -219,10 +234,10 @@ class _Trainer:
                 losses = []
         return bool(losses) and self._evaluate(epoch, losses)
 
-    def _batches(self) -> Iterator[Rows]:
+    def _batches(self) -> Iterator[Share]:
         return self.meter.waiting(self.windows.batches())
 
-    def _step(self, batch: Rows) -> float:
+    def _step(self, batch: Share) -> float:
         value, step_ns = self.step.timed(batch)
         self.meter.add(step_ns, batch.num_rows)
         return value
@@ -241,8 +256,7 @@ class _Trainer:
         self.curve.append(point)
         if ne < self.best_ne:
             self.best_ne, self.num_worse = ne, 0
-            state = self.module.state_dict()
-            self.best = {name: value.detach().clone() for name, value in state.items()}
+            self.best = keep(self.module)
             if self.keeps_optimizers:
                 states = [optimizer.state_dict() for optimizer in self.step.optimizers]
                 self.best_optimizers = copy.deepcopy(states)
@@ -266,11 +280,16 @@ class _Trainer:
 
     def _judge(self, source: RowSource, limit: int | None = None) -> Metrics:
         self.serving.eval()
-        return judge(self.card, self.serving, source, limit=limit)
+        return judge(self.card, self.serving, source, limit=limit, ranks=self.ranks)
 
 
 def judge(
-    card: ModelCard, serving: nn.Module, source: RowSource, *, limit: int | None = None
+    card: ModelCard,
+    serving: nn.Module,
+    source: RowSource,
+    *,
+    limit: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Metrics:
     """Measure NE, AUC, log loss and calibration of each output on a source's rows.
 
@@ -279,24 +298,19 @@ def judge(
         serving: the card's module in eval mode, taking flat tensors.
         source: the rows, read a batch at a time.
         limit: judge the first rows only.
+        ranks: those that share the scoring; all get the metrics of the first.
     """
-    names = [output.name for output in card.outputs]
-    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in names}
+    scored = ScoredShares(card, ranks or Ranks.alone())
     num_rows = 0
     for rows in iter_rows(card, source, EVALUATION_BATCH):
         batch = rows if limit is None else rows.slice(0, min(rows.num_rows, limit - num_rows))
-        with torch.inference_mode():
-            scores = serving(*[batch.features[name] for name in card.tensor_names])
-        for output, score in zip(card.outputs, scores, strict=True):
-            wide = score.double()
-            prob = torch.sigmoid(wide) if output.activation == "logit" else wide
-            parts[output.name].append((prob.numpy(), batch.labels[output.label]))
+        scored.add(batch, serving)
         num_rows += batch.num_rows
         if limit is not None and num_rows >= limit:
             break
     if not num_rows:
         raise DataError(problems=[Problem(source.name, "holds no rows")])
-    return {name: _metrics(*map(np.concatenate, zip(*parts[name], strict=True))) for name in names}
+    return scored.judged(_metrics)
 
 
 def _metrics(prob_N: np.ndarray, labels_N: np.ndarray) -> dict[str, float | int | None]:
