@@ -38,6 +38,10 @@ class TrainSettings(BaseModel):
     prefetch: int = Field(default=0, ge=0)
     """Batches that a thread makes ahead of the step; 0 makes each when its step begins. The pass
     `train_pipeline` sets it for a recipe."""
+    row_shards: int = Field(default=1, ge=1)
+    """Stretches that an epoch's rows are dealt into. With several ranks each reads its own alone;
+    the batches do not depend on the number of ranks, which must divide this or be a multiple of it.
+    Divides `batch_size`, which is the batch of all ranks together."""
     seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, gt=0)
     """PyTorch's default when None."""
