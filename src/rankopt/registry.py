@@ -32,6 +32,7 @@ PASSES: dict[str, str] = {
     "TrainCheckpointActivations",
     "train_pipeline": "rankopt.passes.train_pipeline:TrainPipeline",
     "train_dedup_ids": "rankopt.passes.train_dedup_ids:TrainDedupIds",
+    "train_shard": "rankopt.passes.train_shard:TrainShard",
 }
 
 ENTRY_POINT_GROUP = "rankopt.passes"

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankopt.cli.console import AsJson, Data, Overwrite, Progress, Resume, print_json
+from rankopt.cli.console import (
+    AsJson,
+    Data,
+    Overwrite,
+    Progress,
+    RayAddress,
+    Resume,
+    print_json,
+)
 from rankopt.cli.main import command_line
-from rankopt.errors import Problem, UsageError
+from rankopt.errors import EXIT_USAGE, Problem, UsageError
 
 if TYPE_CHECKING:
+    from rankopt.train.launch import TrainJob
+    from rankopt.train.ranks import Ranks
     from rankopt.train.settings import TrainSettings
 
 app = typer.Typer()
@@ -25,11 +36,26 @@ Recipe = Annotated[
     str | None, typer.Option("--recipe", help="A training recipe: one of train_* passes only.")
 ]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="At most so many passes.")]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Rows per step.")]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", help="Rows per step, of all processes together.")
+]
 LearningRate = Annotated[float | None, typer.Option("--learning-rate", help="Of the optimizer.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of initial weights and row order.")]
 Threads = Annotated[int | None, typer.Option("--num-threads", help="Threads of PyTorch.")]
 
+RowShards = Annotated[
+    int | None,
+    typer.Option("--row-shards", help="Stretches of rows, for runs of several processes."),
+]
+Workers = Annotated[
+    int | None, typer.Option("--num-workers", min=1, help="Train in so many Ray Train workers.")
+]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts", min=0, help="Start all Ray workers again so often after one has died."
+    ),
+]
 Start = Annotated[
     Path | None, typer.Option("--start", help="A folder of `rankopt train` to go on from.")
 ]
@@ -66,6 +92,10 @@ def train(
     learning_rate: LearningRate = None,
     seed: Seed = None,
     num_threads: Threads = None,
+    row_shards: RowShards = None,
+    num_workers: Workers = None,
+    ray_address: RayAddress = None,
+    max_restarts: Restarts = 0,
     start: Start = None,
     save_optimizer: SaveOptimizer = False,
     trace: Trace = False,
@@ -84,10 +114,15 @@ def train(
 
     With --reproduce RUN a run is trained again with its own card, recipe and settings; exit code 0
     when the weights are the same bit for bit, 1 when they are not.
+
+    Several processes train on the same global batches and give the same weights to rounding:
+    `--num-workers N` starts them through Ray Train, here or on --ray-address;
+    `torchrun --nproc-per-node N -m rankopt train CARD --out OUT` without Ray.
     """
     flags = {
         "epochs": epochs,
         "batch_size": batch_size,
+        "row_shards": row_shards,
         "learning_rate": learning_rate,
         "seed": seed,
         "num_threads": num_threads,
@@ -98,46 +133,85 @@ def train(
     if card is None or out is None:
         raise _missing(card, out)
     from rankopt.models.card import load_card
+    from rankopt.train.launch import TrainJob
+    from rankopt.train.ranks import OtherRankFailed, join
 
     loaded = load_card(card)
-    settings = _settings(loaded.train, flags)
-    chosen = None
-    if recipe is not None:
-        from rankopt.train.recipes import load_training_recipe
-
-        chosen = load_training_recipe(recipe)
-    with Progress() as progress:
-        progress.step("loading PyTorch")
-        from rankopt.data.splits import open_splits
-        from rankopt.train.loop import train as train_model
-
-        progress.step("opening the rows")
-        splits = open_splits(loaded, data)
-        progress.step(f"training {loaded.name}")
-        result = train_model(
-            loaded,
-            splits,
-            out,
-            settings,
-            progress.note,
-            recipe=chosen,
-            start=start,
-            save_optimizer=save_optimizer,
-            trace=trace,
-            peaks=peaks,
-            overwrite=overwrite,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            command=command_line(),
-        )
-    if as_json:
-        print_json({"card": str(result.card), **result.metrics})
+    job = TrainJob(
+        card=str(loaded.path.resolve()) if loaded.path else card,
+        out=str(out.expanduser().resolve()),
+        settings=_settings(loaded.train, flags).model_dump(mode="json"),
+        recipe=_absolute(recipe),
+        data=_absolute(data),
+        start=_absolute(start),
+        save_optimizer=save_optimizer,
+        trace=trace,
+        peaks=peaks,
+        overwrite=overwrite,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        command=command_line(),
+    )
+    if num_workers is not None or ray_address is not None or max_restarts:
+        _show(_train_on_ray(job, loaded.name, num_workers, ray_address, max_restarts), out, as_json)
         return
-    for name, metrics in result.metrics["test"].items():
-        typer.echo(f"test, {name}: {', '.join(_cells(metrics))}")
-    for line in _cost(result.metrics):
+    try:
+        with join() as ranks:
+            metrics = _train_here(job, loaded.name, ranks)
+    except OtherRankFailed as error:
+        raise typer.Exit(EXIT_USAGE) from error
+    if ranks.is_first:
+        _show(metrics, out, as_json)
+
+
+def _train_here(job: TrainJob, name: str, ranks: Ranks) -> dict[str, Any]:
+    """Train in this process, alone or as one of torchrun's."""
+    from rankopt.train.launch import run_job
+
+    with Progress(quiet=not ranks.is_first) as progress:
+        progress.step(f"training {name}")
+        return run_job(job, ranks, progress.note)
+
+
+def _train_on_ray(
+    job: TrainJob, name: str, num_workers: int | None, address: str | None, max_restarts: int
+) -> dict[str, Any]:
+    """Train in Ray Train's workers, and read what the first of them wrote."""
+    from rankopt.train.launch import train_on_ray
+    from rankopt.train.ranks import started_by_torchrun
+
+    if num_workers is None:
+        raise UsageError("--ray-address and --max-restarts need --num-workers.")
+    if started_by_torchrun():
+        raise UsageError("--num-workers starts workers through Ray; under torchrun, leave it out.")
+    with Progress() as progress:
+        progress.step(f"training {name} with {num_workers} Ray Train workers")
+        train_on_ray(
+            job, num_workers, address=address, max_restarts=max_restarts, progress=progress.note
+        )
+    metrics = (Path(job.out) / "metrics.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(metrics)
+    return found
+
+
+def _absolute(path: str | Path | None) -> str | None:
+    """Make a path that exists here absolute: a worker runs in another folder."""
+    if path is None:
+        return None
+    return str(Path(path).resolve()) if Path(path).exists() else str(path)
+
+
+def _show(metrics: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Print what came of a run."""
+    card = out / "card.yaml"
+    if as_json:
+        print_json({"card": str(card), **metrics})
+        return
+    for name, judged in metrics["test"].items():
+        typer.echo(f"test, {name}: {', '.join(_cells(judged))}")
+    for line in _cost(metrics):
         typer.echo(line)
-    typer.echo(f"card: {result.card}")
+    typer.echo(f"card: {card}")
 
 
 def _missing(card: str | None, out: Path | None) -> UsageError:

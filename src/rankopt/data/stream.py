@@ -93,6 +93,7 @@ class RowStream:
         epoch: the epoch being handed out, from 0.
         step: batches of it that were handed out.
         num_rows: N; None where one rank reads a source that does not know.
+        total_rows: rows of all ranks in an epoch; None where N is.
         num_steps: batches of an epoch, the same on all ranks; None where N is.
         waits: how long the caller stood still for each batch.
 
@@ -122,7 +123,8 @@ class RowStream:
         if total is not None and total < settings.world_size:
             what = f"must hold a row for each of {settings.world_size} ranks"
             raise DataError(problems=[Problem(source.name, what, total)])
-        self._low, self.num_rows = _stretch(total, settings)
+        self.total_rows = total
+        self._low, self.num_rows = _stretch(total, settings, settings.rank)
         self.num_steps = None if total is None else _num_steps(total, settings)
 
     def batches(self) -> Iterator[Rows]:
@@ -140,6 +142,30 @@ class RowStream:
             yield batch
         self.epoch += 1
         self.step = self._row = 0
+
+    @property
+    def mark(self) -> str:
+        """A fingerprint of the sizes of the source's pieces."""
+        return self._mark
+
+    def batch_rows(self, step: int, rank: int | None = None) -> int:
+        """Return the rows of one batch of an epoch.
+
+        Args:
+            step: which one, in [0, num_steps).
+            rank: whose; None for this stream's own.
+
+        Raises:
+            ValueError: the source does not know how many rows it has.
+        """
+        settings = self.settings
+        own = settings.rank if rank is None else rank
+        num_rows = _stretch(self.total_rows, settings, own)[1]
+        if num_rows is None or self.num_steps is None:
+            raise ValueError(f"{self._source.name} does not know how many rows it has")
+        if step < self.num_steps - 1:
+            return settings.batch_size
+        return num_rows - (self.num_steps - 1) * settings.batch_size
 
     def state(self) -> dict[str, Any]:
         """Describe, as small JSON, what was handed out: a checkpoint's part of the stream."""
@@ -287,11 +313,11 @@ def _total(pieces: tuple[Piece, ...]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _stretch(total: int | None, settings: StreamSettings) -> tuple[int, int | None]:
+def _stretch(total: int | None, settings: StreamSettings, rank: int) -> tuple[int, int | None]:
     """Return the first row of a rank among the rows of all, and how many are its own."""
     if total is None:
         return 0, None
-    ends = [(settings.rank + end) * total // settings.world_size for end in (0, 1)]
+    ends = [(rank + end) * total // settings.world_size for end in (0, 1)]
     return ends[0], ends[1] - ends[0]
 
 

@@ -29,6 +29,8 @@ class TrainAccumulate(TrainingPass):
     """
 
     kind: ClassVar[str] = "train_accumulate"
+    provides: ClassVar[frozenset[str]] = frozenset({"batch_parts"})
+    forbids: ClassVar[frozenset[str]] = frozenset({"sharded_tables"})
 
     parts: int = Field(default=2, gt=1)
     """Parts of a batch; each has batch_size / parts rows, rounded up."""

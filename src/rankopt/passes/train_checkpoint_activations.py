@@ -27,6 +27,7 @@ class TrainCheckpointActivations(TrainingPass):
     """
 
     kind: ClassVar[str] = "train_checkpoint_activations"
+    forbids: ClassVar[frozenset[str]] = frozenset({"sharded_tables"})
 
     modules: tuple[str, ...] = ()
     """Names of modules; `*` stands for anything."""

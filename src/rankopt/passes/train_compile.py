@@ -28,6 +28,8 @@ class TrainCompile(TrainingPass):
     """
 
     kind: ClassVar[str] = "train_compile"
+    provides: ClassVar[frozenset[str]] = frozenset({"compiled"})
+    forbids: ClassVar[frozenset[str]] = frozenset({"sharded_tables"})
 
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """`aot_eager` traces without generating code, to find out what breaks a graph."""
@@ -46,7 +48,8 @@ class TrainCompile(TrainingPass):
             lookup.forward = disable(lookup.forward)
         plain = setup.forward
         compiled = torch.compile(plain, backend=self.backend, dynamic=False)
-        batch_size = setup.settings.batch_size // setup.num_micro_batches
+        parts = setup.ranks.world_size * setup.num_micro_batches
+        batch_size = setup.settings.batch_size // parts
 
         def forward(*tensors: Tensor) -> Any:
             chosen = compiled if len(tensors[0]) == batch_size else plain

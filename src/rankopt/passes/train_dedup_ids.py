@@ -25,6 +25,7 @@ class TrainDedupIds(TrainingPass):
 
     kind: ClassVar[str] = "train_dedup_ids"
     provides: ClassVar[frozenset[str]] = frozenset({"distinct_ids"})
+    forbids: ClassVar[frozenset[str]] = frozenset({"sharded_tables"})
 
     def set_up(self, setup: TrainingSetup) -> TrainingSetup:
         """Change the tables that are not fused."""

@@ -42,7 +42,8 @@ class TrainFuseEmbeddings(TrainingPass):
     """
 
     kind: ClassVar[str] = "train_fuse_embeddings"
-    forbids: ClassVar[frozenset[str]] = frozenset({"distinct_ids"})
+    provides: ClassVar[frozenset[str]] = frozenset({"fused_tables"})
+    forbids: ClassVar[frozenset[str]] = frozenset({"distinct_ids", "sharded_tables"})
 
     optimizer: Literal["adagrad", "rowwise_adagrad", "sgd", "adam"] = "adagrad"
     """Of the tables; `adam` is refused on the CPU."""

@@ -18,11 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
+    LoadPlan,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -208,6 +212,13 @@ def _told(folder: Path, what: str, work: Callable[[], Any]) -> None:
 class _SafeLoadPlanner(DefaultLoadPlanner):
     """PyTorch's planner, with values read without running code that they may hold."""
 
+    def create_local_plan(self) -> LoadPlan:
+        # PyTorch takes keys that nobody asks for, such as other ranks', for signs of the format of
+        # version 2.3, and then asks for keys of that format.
+        if self.metadata is not None and self.state_dict.keys() <= _keys(self.metadata):
+            return create_default_local_load_plan(self.state_dict, self.metadata)
+        return super().create_local_plan()
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if read_item.type != LoadItemType.BYTE_IO:
             raise ValueError(f"{read_item.dest_index.fqn} is a tensor")
@@ -216,6 +227,10 @@ class _SafeLoadPlanner(DefaultLoadPlanner):
         for key in parents:
             place = place[key]
         place[last] = torch.load(value, weights_only=True)
+
+
+def _keys(metadata: Metadata) -> set[str]:
+    return set(metadata.state_dict_metadata)
 
 
 class _AtomicWriter(FileSystemWriter):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import distributed, nn
-from torchrec import EmbeddingBagCollection, PoolingType
+from torchrec import EmbeddingBagCollection, KeyedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import (
@@ -19,7 +21,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingEnv
+from torchrec.distributed.types import LazyAwaitable, ModuleSharder, ShardingEnv
 
 from rankopt.errors import EnvironmentProblem, Problem, UsageError
 from rankopt.sharding.apply import torchrec_plan
@@ -42,6 +44,7 @@ def shard_module(
     *,
     optimizer: FusedOptimizer | None = None,
     learning_rate: float = 0.01,
+    eps: float | None = None,
     communication: Communication | None = None,
     device: torch.device | None = None,
 ) -> DistributedModelParallel:
@@ -52,6 +55,7 @@ def shard_module(
         plan: of `rankopt shard plan --out`, for as many ranks as there are.
         optimizer: of the tables, fused with their backward pass; None: the plan's.
         learning_rate: of the tables.
+        eps: what Adagrad adds to the root of its sum; None: fbgemm's 1e-8.
         communication: what pooled vectors and their gradients are sent as; None: the plan's. fp16
             and bf16 halve the exchange and round each vector once on its way.
         device: None: the CPU, or the current GPU where the plan is of GPUs.
@@ -73,16 +77,21 @@ def shard_module(
     group = distributed.GroupMember.WORLD
     _check_rows(plan, device)
     _check_pooling(module, plan)
+    orders = _orders(module)
     sharded = DistributedModelParallel(
         module,
         env=ShardingEnv.from_process_group(group),
         device=device,
         plan=torchrec_plan(plan),
         sharders=_sharders(
-            optimizer or plan.optimizer, learning_rate, communication or plan.communication
+            optimizer or plan.optimizer,
+            learning_rate,
+            eps,
+            communication or plan.communication,
         ),
     )
     _mend_mean_pooling(sharded)
+    _mend_order(sharded.module, orders)
     return sharded
 
 
@@ -158,10 +167,44 @@ def _mend_mean_pooling(sharded: nn.Module) -> None:
         spared.extend(name for name in features if name not in divided and name not in spared)
 
 
+def _orders(module: nn.Module) -> dict[str, list[str]]:
+    """Return the order in which each collection joins its vectors, by the collection's path."""
+    return {
+        path: list(child._embedding_names)
+        for path, child in module.named_modules()
+        if isinstance(child, EmbeddingBagCollection)
+    }
+
+
+def _mend_order(module: nn.Module, orders: Mapping[str, list[str]]) -> None:
+    """Have sharded collections join their vectors in the order of the unsharded ones.
+
+    torchrec joins them as they come from the ranks. A model that reads `values()` as a whole would
+    have its dense layers see them in an order of the plan's, and its weights would mean something
+    else without the plan. Collections that give a mapping are read by key.
+    """
+    for path, child in module.named_modules():
+        if not isinstance(child, ShardedEmbeddingBagCollection):
+            continue
+        wanted = orders[path]
+        if child._embedding_names != wanted:
+            child.register_forward_hook(partial(_in_order, wanted))
+
+
+def _in_order(keys: list[str], module: nn.Module, given: Any, result: Any) -> KeyedTensor:
+    vectors = (result.wait() if isinstance(result, LazyAwaitable) else result).to_dict()
+    return KeyedTensor.from_tensor_list(keys, [vectors[key] for key in keys], 1, 1)
+
+
 def _sharders(
-    optimizer: str | None, learning_rate: float, communication: Communication
+    optimizer: str | None,
+    learning_rate: float,
+    eps: float | None,
+    communication: Communication,
 ) -> list[ModuleSharder[Any]]:
     fused: dict[str, Any] = {"learning_rate": learning_rate}
+    if eps is not None:
+        fused["eps"] = eps
     if optimizer in _FUSED:
         fused["optimizer"] = _FUSED[optimizer]
     elif optimizer is not None:

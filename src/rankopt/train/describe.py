@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -25,7 +24,9 @@ from rankopt.environment import collect_environment
 from rankopt.hashes import FileRecord, sha256_file
 from rankopt.models.build import resolve_factory
 from rankopt.models.card import ModelCard
+from rankopt.models.checkpoint import read_checkpoint
 from rankopt.recipe import Recipe, dump_recipe
+from rankopt.sharding.manifest import read_manifest
 from rankopt.train.determinism import arithmetic, environment_variables
 from rankopt.train.run_manifest import (
     Code,
@@ -90,20 +91,22 @@ class RunDescription:
         result: dict[str, Any] = json.loads(json.dumps(found, default=str))
         return result
 
-    def manifest(self, metrics: Mapping[str, Any], state: Mapping[str, Tensor]) -> RunManifest:
+    def manifest(self, metrics: Mapping[str, Any], checkpoint: Path) -> RunManifest:
         """Join what the run began with and what came of it.
 
         Args:
             metrics: of metrics.json.
-            state: the weights that were kept.
+            checkpoint: the weights, as they were written.
         """
-        card = self._card
-        weights = hash_tensors(state)
+        card, ranks = self._card, metrics["ranks"]
+        weights = hash_weights(checkpoint)
         return RunManifest(
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),
             command=self._command,
             code=self._code,
-            machine=self._machine,
+            machine=self._machine.model_copy(
+                update={"world_size": ranks["world_size"], "launcher": ranks["launcher"]}
+            ),
             card=card.model_dump(mode="json", exclude_none=True),
             card_folder=str(card.folder.resolve()),
             card_file=str(card.path) if card.path else None,
@@ -174,8 +177,6 @@ def describe_machine() -> Machine:
         variables=environment_variables(),
         arithmetic=arithmetic(),
         num_threads=torch.get_num_threads(),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "process",
     )
 
 
@@ -223,6 +224,14 @@ def factory_file(card: ModelCard) -> Path | None:
     except TypeError:  # compiled code
         return None
     return None if found is None else Path(found).resolve()
+
+
+def hash_weights(checkpoint: Path) -> dict[str, str]:
+    """Hash each tensor of a checkpoint; of a folder that ranks wrote, take its own checksums."""
+    shards = read_manifest(checkpoint) if checkpoint.is_dir() else None
+    if shards is not None:
+        return {record.key: record.checksum for record in shards.tensors}
+    return hash_tensors(read_checkpoint(checkpoint).state)
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -19,21 +19,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rankopt.data.encode import Rows, iter_rows
+from rankopt.data.dealt import DealtSettings, DealtStream, Share
+from rankopt.data.encode import iter_rows
 from rankopt.data.report.run import refuse_broken_limits
 from rankopt.data.rowsource import RowSource
 from rankopt.data.splits import Splits
-from rankopt.data.stream import RowStream, StreamSettings
 from rankopt.diagnose.machine import known_peaks, machine_peaks
 from rankopt.environment import collect_environment
 from rankopt.errors import CardError, DataError, Problem
 from rankopt.models.build import check_forward_signature, make_module
 from rankopt.models.card import ModelCard
-from rankopt.models.checkpoint import save_checkpoint
 from rankopt.models.serving import ServingModule
-from rankopt.output import staged_output, write_json_atomic
+from rankopt.output import write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
 from rankopt.recipe import Recipe
 from rankopt.train.checkpoints import Checkpoints
@@ -42,14 +41,17 @@ from rankopt.train.determinism import repeatable
 from rankopt.train.kept_run import Keeping, finished_result, kept_run
 from rankopt.train.meter import StepMeter
 from rankopt.train.progress import RunProgress
+from rankopt.train.ranked import ScoredShares, ranked_output, refuse_for_ranks
+from rankopt.train.ranks import Ranks
 from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
 from rankopt.train.run_manifest import RUN_MANIFEST
 from rankopt.train.settings import TrainSettings
 from rankopt.train.setup import apply_passes, plain_setup
-from rankopt.train.state import CHECKPOINT_NAME, load_state, save_optimizers
+from rankopt.train.state import load_state, save_optimizers
 from rankopt.train.step import Step
 from rankopt.train.step_breakdown import StepWatch
+from rankopt.train.weights import Kept, keep, put_back, write_weights
 
 EVALUATION_BATCH = 4096
 MAX_TRAIN_ROWS_JUDGED = 50_000
@@ -89,6 +91,7 @@ def train(
     resume: bool = False,
     launch: str | None = None,
     command: str = "rankopt.train.loop.train",
+    ranks: Ranks | None = None,
 ) -> TrainResult:
     """Train the card's model on `splits.train` and write the result.
 
@@ -111,6 +114,7 @@ def train(
         launch: a name that workers share with those they were started again for; a run that such a
             launch began goes on without `resume`. Torchrun's restarts need none.
         command: what to write into run.json as the command that was run.
+        ranks: the processes that train together, each of which calls this; None for one alone.
 
     Raises:
         Interrupted: a signal stopped the run, and a checkpoint is written.
@@ -125,24 +129,30 @@ def train(
     chosen = settings or card.train
     require_sound(recipe, card)
     target = Path(out)
-    tell = progress or (lambda line: None)
-    origin = None if start is None else Path(start)
-    described = RunDescription(card, splits, chosen, recipe, origin, command)
+    joined = ranks or Ranks.alone()
+    told = progress if progress is not None and joined.is_first else lambda line: None
+    described = None
+    if joined.is_first:
+        origin = None if start is None else Path(start)
+        described = RunDescription(card, splits, chosen, recipe, origin, command)
 
     def identity() -> dict[str, Any]:
+        assert described is not None  # only the first rank is asked
         return described.identity(save_optimizer=save_optimizer)
 
     keeping = Keeping(target, identity, checkpoint_every, resume, overwrite, launch)
     if (metrics := finished_result(keeping)) is not None:
-        tell(f"the run had ended when it was killed; its result lies in {target}")
+        told(f"the run had ended when it was killed; its result lies in {target}")
         return TrainResult(target, target / "card.yaml", metrics)
     with (
-        staged_output(target, overwrite=overwrite) as staging,
+        ranked_output(target, overwrite=overwrite, ranks=joined) as staging,
         repeatable(chosen),
-        kept_run(keeping, staging, tell) as kept,
+        kept_run(keeping, staging, told) as kept,
     ):
-        refuse_broken_limits(card, splits, progress)
-        trainer = _Trainer(card, splits, chosen, tell, recipe, kept)
+        if joined.is_first:
+            refuse_broken_limits(card, splits, told)
+        trainer = _Trainer(card, splits, chosen, told, recipe, kept, joined)
+        refuse_for_ranks(trainer.setup, start=start, save_optimizer=save_optimizer)
         trainer.keeps_optimizers = save_optimizer
         trainer.watch = StepWatch(trainer.step, trace=staging if trace else None)
         if not kept.load(trainer) and start is not None:
@@ -150,14 +160,15 @@ def train(
         with contextlib.closing(trainer.watch):
             metrics = trainer.run()
         metrics["steps"]["breakdown"] = _breakdown(trainer.watch, measures_peaks=peaks)
-        save_checkpoint(trainer.module.state_dict(), staging / CHECKPOINT_NAME)
-        if save_optimizer:
-            save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
-        write_card(card, chosen, staging / "card.yaml", target, CHECKPOINT_NAME)
+        name = write_weights(trainer.module, joined, staging)
         metrics["goodput"] = kept.end(trainer, staging)
-        write_json_atomic(staging / "metrics.json", metrics)
-        run = described.manifest(metrics, trainer.module.state_dict())
-        write_json_atomic(staging / RUN_MANIFEST, run.model_dump(mode="json"))
+        if described is not None:
+            if save_optimizer:
+                save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
+            write_card(card, chosen, staging / "card.yaml", target, name)
+            write_json_atomic(staging / "metrics.json", metrics)
+            run = described.manifest(metrics, staging / name)
+            write_json_atomic(staging / RUN_MANIFEST, run.model_dump(mode="json"))
     kept.remove()
     return TrainResult(target, target / "card.yaml", metrics)
 
@@ -180,6 +191,7 @@ class _Trainer:
         progress: Callable[[str], None],
         recipe: Recipe | None,
         kept: Checkpoints,
+        ranks: Ranks,
     ) -> None:
         self.kept = kept
         self.card = card
@@ -187,21 +199,25 @@ class _Trainer:
         self.settings = settings
         self.progress = progress
         self.recipe = recipe
+        self.ranks = ranks
         self.train_source, self.validation = _required(card, splits)
         self.module = make_module(card)
         problems = check_forward_signature(card, self.module)
         if problems:
             raise CardError(problems=problems)
+        self.num_parameters = sum(p.numel() for p in self.module.parameters())
         self.serving = ServingModule(card, self.module)
-        setup = plain_setup(card, settings, collect_environment(), self.serving)
+        setup = plain_setup(card, settings, collect_environment(), self.serving, ranks)
         self.setup, self.passes = apply_passes(setup, training_passes(recipe))
+        self.module = self.setup.module
         self.step = Step(self.setup)
-        stream = settings.model_dump(include={"batch_size", "window_rows", "seed"})
-        self.windows = RowStream(
-            card, self.train_source, StreamSettings(**stream, prefetch=self.setup.num_prefetched)
-        )
+        ranks.reseed(settings.seed)
+        stream = settings.model_dump(include={"batch_size", "row_shards", "window_rows", "seed"})
+        place = {"rank": ranks.rank, "world_size": ranks.world_size}
+        dealt = DealtSettings(**stream, **place, prefetch=self.setup.num_prefetched)
+        self.windows = DealtStream(card, self.train_source, dealt)
         self.at = RunProgress()
-        self.best: dict[str, Tensor] = {}
+        self.best: Kept = {}
         self.best_optimizers: list[dict[str, Any]] = []
         self.keeps_optimizers = False
         self.meter = StepMeter()
@@ -210,14 +226,13 @@ class _Trainer:
     def num_rows_seen(self) -> int:
         return self.step.num_rows_seen
 
-    def keep_weights(self) -> dict[str, Tensor]:
-        """Copy the weights."""
-        state = self.module.state_dict()
-        return {name: value.detach().clone() for name, value in state.items()}
+    def keep_weights(self) -> Kept:
+        """Copy what this rank holds of the weights."""
+        return keep(self.module)
 
-    def put_weights(self, kept: dict[str, Tensor]) -> None:
+    def put_weights(self, kept: Kept) -> None:
         """Give the module the weights that `keep_weights` copied."""
-        self.module.load_state_dict(kept)
+        put_back(self.module, kept)
 
     def run(self) -> dict[str, Any]:
         """Train until the epochs or the patience run out; load the best weights; measure all."""
@@ -241,12 +256,13 @@ class _Trainer:
             "seed": self.settings.seed,
             "settings": self.settings.model_dump(mode="json"),
             "num_rows_seen": self.num_rows_seen,
-            "num_parameters": sum(p.numel() for p in self.module.parameters()),
+            "num_parameters": self.num_parameters,
             "duration_s": round(duration_s, 3),
             "steps": steps,
             "recipe": None if self.recipe is None else self.recipe.name,
             "passes": [record.model_dump(mode="json", exclude_none=True) for record in self.passes],
             "num_threads": torch.get_num_threads(),
+            "ranks": self.ranks.describe(),
             "torch_version": torch.__version__,
             "data": self.splits.description,
         }
@@ -267,7 +283,8 @@ class _Trainer:
                 self.at.num_marks += 1
             elif (batch := next(batches, None)) is not None:
                 self.at.add_step(self._step(batch), batch.num_rows)
-                self.kept.after_step(self)
+                with self.watch.checkpointing():
+                    self.kept.after_step(self)
             else:
                 break
         else:
@@ -276,10 +293,10 @@ class _Trainer:
             self._evaluate(epoch)
         self.at.end_epoch()
 
-    def _batches(self) -> Iterator[Rows]:
+    def _batches(self) -> Iterator[Share]:
         return self.meter.waiting(self.watch.waiting(self.windows.batches()))
 
-    def _step(self, batch: Rows) -> float:
+    def _step(self, batch: Share) -> float:
         value, step_ns = self.watch.step(batch)
         self.meter.add(step_ns, batch.num_rows)
         self.kept.journal.add_step(self.at.num_steps + 1, step_ns, self.meter.last_wait_ns)
@@ -321,7 +338,9 @@ class _Trainer:
     def _judge(self, source: RowSource, limit: int | None = None) -> Metrics:
         self.serving.eval()
         look = partial(self.kept.look, self)
-        return judge(self.card, self.serving, source, limit=limit, before_batch=look)
+        return judge(
+            self.card, self.serving, source, limit=limit, ranks=self.ranks, before_batch=look
+        )
 
 
 def judge(
@@ -330,6 +349,7 @@ def judge(
     source: RowSource,
     *,
     limit: int | None = None,
+    ranks: Ranks | None = None,
     before_batch: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """Measure NE, AUC, log loss and calibration of each output on a source's rows.
@@ -339,26 +359,21 @@ def judge(
         serving: the card's module in eval mode, taking flat tensors.
         source: the rows, read a batch at a time.
         limit: judge the first rows only.
+        ranks: those that share the scoring; all get the metrics of the first.
         before_batch: called before each batch; what it raises ends the measurement.
     """
-    names = [output.name for output in card.outputs]
-    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in names}
+    scored = ScoredShares(card, ranks or Ranks.alone())
     num_rows = 0
     for rows in iter_rows(card, source, EVALUATION_BATCH):
         before_batch()
         batch = rows if limit is None else rows.slice(0, min(rows.num_rows, limit - num_rows))
-        with torch.inference_mode():
-            scores = serving(*[batch.features[name] for name in card.tensor_names])
-        for output, score in zip(card.outputs, scores, strict=True):
-            wide = score.double()
-            prob = torch.sigmoid(wide) if output.activation == "logit" else wide
-            parts[output.name].append((prob.numpy(), batch.labels[output.label]))
+        scored.add(batch, serving)
         num_rows += batch.num_rows
         if limit is not None and num_rows >= limit:
             break
     if not num_rows:
         raise DataError(problems=[Problem(source.name, "holds no rows")])
-    return {name: _metrics(*map(np.concatenate, zip(*parts[name], strict=True))) for name in names}
+    return scored.judged(_metrics)
 
 
 def _metrics(prob_N: np.ndarray, labels_N: np.ndarray) -> dict[str, float | int | None]:

@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rankopt.data.rows import Rows
 from rankopt.units import NS_PER_S
+
+Batch = TypeVar("Batch")
 
 WARM_UP_STEPS = 3
 """Steps left out of a longer run: they fill caches, allocate state and may compile."""
@@ -26,7 +27,7 @@ class StepMeter:
         self._num_rows: list[int] = []
         reset_peak_memory()
 
-    def waiting(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+    def waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches, counting the time each took to come."""
         while True:
             began = time.perf_counter_ns()

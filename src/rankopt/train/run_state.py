@@ -26,8 +26,8 @@ def optimizers_state(states: Sequence[Mapping[str, Any]]) -> State:
     """Lay out optimizers' state dicts under names, since a checkpoint's keys are text."""
     return {
         str(index): {
+            **{name: value for name, value in state.items() if name != "state"},
             "state": {str(key): value for key, value in state["state"].items()},
-            "groups": state["param_groups"],
         }
         for index, state in enumerate(states)
     }
@@ -37,11 +37,11 @@ def optimizer_states(state: Mapping[str, Any]) -> list[State]:
     """Return what `optimizers_state` was given."""
     return [
         {
+            **state[str(index)],
             "state": {
                 int(key) if key.isdecimal() else key: value
-                for key, value in state[str(index)].get("state", {}).items()
+                for key, value in state[str(index)]["state"].items()
             },
-            "param_groups": state[str(index)]["groups"],
         }
         for index in range(len(state))
     ]

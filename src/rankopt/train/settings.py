@@ -35,6 +35,10 @@ class TrainSettings(BaseModel):
     """Stop after so many evaluations in a row without a better validation NE."""
     window_rows: int = Field(default=262_144, gt=1)
     """Rows are shuffled within windows of this size; a smaller split stays in memory."""
+    row_shards: int = Field(default=1, ge=1)
+    """Stretches that an epoch's rows are dealt into. With several ranks each reads its own alone;
+    the batches do not depend on the number of ranks, which must divide this or be a multiple of it.
+    Divides `batch_size`, which is the batch of all ranks together."""
     seed: int = Field(default=0, ge=0)
     num_threads: int | None = Field(default=None, gt=0)
     """PyTorch's default when None."""

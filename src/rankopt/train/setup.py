@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,14 @@ from rankopt.models.card import ModelCard
 from rankopt.models.serving import ServingModule
 from rankopt.passes.training import TrainingPass
 from rankopt.review.schema import PassRecord
+from rankopt.train.exchange import Exchange, make_exchange
 from rankopt.train.fused_tables import FusedTables
 from rankopt.train.optimizers import make_optimizers
+from rankopt.train.ranks import Ranks
 from rankopt.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from rankopt.train.sharded import ShardedTables
 
 Forward = Callable[..., tuple[Tensor, ...]]
 
@@ -38,6 +43,8 @@ class TrainingSetup:
         num_micro_batches: parts of a batch whose gradients are added up before the step.
         num_prefetched: batches encoded ahead of the step; 0 makes each when its step begins.
         notes: one sentence per thing a pass left alone, and why.
+        ranks: the processes that train together.
+        sharded: tables that are cut over the ranks.
     """
 
     card: ModelCard
@@ -51,6 +58,8 @@ class TrainingSetup:
     num_micro_batches: int = 1
     num_prefetched: int = 0
     notes: list[str] = field(default_factory=list)
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    sharded: ShardedTables | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -67,6 +76,8 @@ class TrainingSetup:
 
     def make_optimizers(self) -> list[Optimizer]:
         """Make the optimizers of all weights, those of fused tables last."""
+        if self.sharded is not None:
+            return self.sharded.make_optimizers(self.settings, self.dense_options)
         optimizers = make_optimizers(
             self.module,
             self.settings,
@@ -75,12 +86,27 @@ class TrainingSetup:
         )
         return optimizers if self.fused_tables is None else [*optimizers, self.fused_tables]
 
+    def make_exchange(self, optimizers: Sequence[Optimizer]) -> Exchange:
+        """Return what ranks tell each other in a step."""
+        return self.sharded or make_exchange(self.ranks, self.module, optimizers)
+
 
 def plain_setup(
-    card: ModelCard, settings: TrainSettings, environment: Environment, serving: ServingModule
+    card: ModelCard,
+    settings: TrainSettings,
+    environment: Environment,
+    serving: ServingModule,
+    ranks: Ranks | None = None,
 ) -> TrainingSetup:
     """Return the set-up of a run without a recipe."""
-    return TrainingSetup(card, settings, environment, serving, forward=serving)
+    return TrainingSetup(
+        card,
+        settings,
+        environment,
+        serving,
+        forward=serving,
+        ranks=ranks or Ranks.alone(),
+    )
 
 
 def apply_passes(

@@ -16,6 +16,7 @@ from rankopt.models.checkpoint import read_checkpoint
 from rankopt.models.match import match_state_dict
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
+SHARDED_CHECKPOINT_NAME = "checkpoint"
 OPTIMIZER_NAME = "optimizer.pt"
 
 
@@ -34,6 +35,8 @@ def load_state(folder: Path, module: nn.Module, optimizers: Sequence[Optimizer])
         CheckpointError: a file cannot be read, does not fit, or is of other optimizers.
     """
     file = folder / CHECKPOINT_NAME
+    if not file.exists() and (folder / SHARDED_CHECKPOINT_NAME).is_dir():
+        file = folder / SHARDED_CHECKPOINT_NAME
     matched = match_state_dict(module, read_checkpoint(file).state, str(file))
     module.load_state_dict(matched.state, strict=False)
     saved = folder / OPTIMIZER_NAME

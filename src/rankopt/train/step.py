@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rankopt.data.dealt import Share
 from rankopt.data.rows import Rows
 from rankopt.errors import Problem, UsageError
 from rankopt.models.card import ModelCard
@@ -25,43 +26,48 @@ class Step:
 
     Attributes:
         optimizers: of the dense weights, then of tables.
-        num_rows_seen: rows of all steps so far.
+        num_rows_seen: rows of all steps so far, of all ranks.
+        exchange: what ranks tell each other before the update.
         clock: told which phase the step is in.
     """
 
     def __init__(self, setup: TrainingSetup) -> None:
         self.setup = setup
         self.optimizers = setup.make_optimizers()
+        self.exchange = setup.make_exchange(self.optimizers)
         self.num_rows_seen = 0
         self.clock = PhaseClock()
 
-    def __call__(self, batch: Rows) -> float:
-        """Update the weights by one batch; return its mean loss.
+    def __call__(self, batch: Rows | Share) -> float:
+        """Update the weights by one batch, or by this rank's share of one; return its mean loss.
 
         Raises:
-            UsageError: the loss is infinite or NaN; the weights are then as before.
+            UsageError: the loss is infinite or NaN; the weights are then as before (sharded tables,
+                which are updated in the backward, aside).
         """
+        share = batch if isinstance(batch, Share) else Share.whole(batch)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         value = 0.0
-        for part in self.parts(batch):
+        for part in self.parts(share.rows):
             self.clock.turn_to("forward")
             loss = self.loss(part)
-            if part is not batch:
-                loss = loss * (part.num_rows / batch.num_rows)
+            if part is not share.rows or share.num_own != share.num_rows:
+                loss = loss * (part.num_rows / share.rows.num_rows * share.weight)
             value += float(loss.detach())
-            if not np.isfinite(value):
-                raise _not_finite(self.setup.card, value, self.num_rows_seen)
             self.clock.turn_to("backward")
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss * self.exchange.loss_scale)
+        value = self.exchange(value)
+        if not np.isfinite(value):
+            raise _not_finite(self.setup.card, value, self.num_rows_seen)
         for optimizer in self.optimizers:
             self.clock.turn_to_optimizer(optimizer)
             optimizer.step()
         self.clock.turn_to("other")
-        self.num_rows_seen += batch.num_rows
+        self.num_rows_seen += share.num_rows
         return value
 
-    def timed(self, batch: Rows) -> tuple[float, int]:
+    def timed(self, batch: Rows | Share) -> tuple[float, int]:
         """Do a step; return its mean loss and its wall time in nanoseconds."""
         began = time.perf_counter_ns()
         value = self(batch)

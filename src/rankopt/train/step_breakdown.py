@@ -15,12 +15,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from rankopt.data.dealt import Share
 from rankopt.data.rows import Rows
 from rankopt.diagnose.schema import MachinePeaks
 from rankopt.train.communication import exposed_segments
@@ -31,6 +32,8 @@ from rankopt.train.step import Step
 from rankopt.train.step_work import StepWork, count_step, optimizer_phase
 from rankopt.train.watched_lookups import watch_lookups
 from rankopt.units import NS_PER_S
+
+Batch = TypeVar("Batch", bound=Rows | Share)
 
 WATCH_EVERY = 8
 PROFILE_COST = 0.005
@@ -82,7 +85,7 @@ class StepWatch:
         self._phase_ns: defaultdict[Phase, int] = defaultdict(int)
         self._work: StepWork | None = None
 
-    def waiting(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+    def waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Hand batches on, counting the time each took to come."""
         while True:
             began = time.perf_counter_ns()
@@ -104,7 +107,7 @@ class StepWatch:
         finally:
             self._checkpoint_ns += time.perf_counter_ns() - began
 
-    def step(self, batch: Rows) -> tuple[float, int]:
+    def step(self, batch: Rows | Share) -> tuple[float, int]:
         """Do a step; return its mean loss and its wall time in nanoseconds."""
         index = self._num_steps
         self._num_steps += 1
@@ -118,7 +121,7 @@ class StepWatch:
         is_usual = batch.num_rows == self._usual_rows
         if is_usual and self._work is None:
             step = self._step
-            parts = step.parts(batch)
+            parts = step.parts(batch.rows if isinstance(batch, Share) else batch)
             self._work = count_step(step.setup, self._lookups, step.optimizers, parts)
         if not is_usual or not self._is_due(index):
             value, step_ns = self._step.timed(batch)
@@ -182,12 +185,12 @@ class StepWatch:
             return True
         return index % self._gap == 0
 
-    def _clocked(self, batch: Rows) -> tuple[float, int]:
+    def _clocked(self, batch: Rows | Share) -> tuple[float, int]:
         value, step_ns, segments = self._watched(batch, annotates=False)
         self._take(step_ns, segments)
         return value, step_ns
 
-    def _profiled(self, batch: Rows) -> tuple[float, int]:
+    def _profiled(self, batch: Rows | Share) -> tuple[float, int]:
         began = time.perf_counter_ns()
         with _profile() as taken:
             with record_function(_ANCHOR):
@@ -209,14 +212,14 @@ class StepWatch:
         # did so alone would come late to its collectives, and have the others wait in its place.
         self._gap = max(self._every, 1 << math.ceil(math.log2(max(1.0, cost))))
 
-    def _traced(self, batch: Rows, tracer: _Tracer) -> tuple[float, int]:
+    def _traced(self, batch: Rows | Share, tracer: _Tracer) -> tuple[float, int]:
         tracer.open()
         with record_function(f"step {self._num_steps}"):
             value, step_ns, _ = self._watched(batch, annotates=True)
         tracer.count()
         return value, step_ns
 
-    def _watched(self, batch: Rows, *, annotates: bool) -> tuple[float, int, list[Segment]]:
+    def _watched(self, batch: Rows | Share, *, annotates: bool) -> tuple[float, int, list[Segment]]:
         self._clock.start(annotates=annotates)
         try:
             value, step_ns = self._step.timed(batch)
