@@ -136,45 +136,47 @@ def train(
     from rankopt.train.launch import TrainJob
     from rankopt.train.ranks import OtherRankFailed, join
 
-    loaded = load_card(card)
-    job = TrainJob(
-        card=str(loaded.path.resolve()) if loaded.path else card,
-        out=str(out.expanduser().resolve()),
-        settings=_settings(loaded.train, flags).model_dump(mode="json"),
-        recipe=_absolute(recipe),
-        data=_absolute(data),
-        start=_absolute(start),
-        save_optimizer=save_optimizer,
-        trace=trace,
-        peaks=peaks,
-        overwrite=overwrite,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        command=command_line(),
-    )
+    def ask() -> TrainJob:
+        loaded = load_card(card)
+        return TrainJob(
+            card=str(loaded.path.resolve()) if loaded.path else card,
+            out=str(out.expanduser().resolve()),
+            settings=_settings(loaded.train, flags).model_dump(mode="json"),
+            recipe=_absolute(recipe),
+            data=_absolute(data),
+            start=_absolute(start),
+            save_optimizer=save_optimizer,
+            trace=trace,
+            peaks=peaks,
+            overwrite=overwrite,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            command=command_line(),
+        )
+
     if num_workers is not None or ray_address is not None or max_restarts:
-        _show(_train_on_ray(job, loaded.name, num_workers, ray_address, max_restarts), out, as_json)
+        _show(_train_on_ray(ask(), num_workers, ray_address, max_restarts), out, as_json)
         return
     try:
-        with join() as ranks:
-            metrics = _train_here(job, loaded.name, ranks)
+        with join() as ranks:  # what a rank finds wrong with its input is said once
+            metrics = _train_here(ask(), ranks)
     except OtherRankFailed as error:
         raise typer.Exit(EXIT_USAGE) from error
     if ranks.is_first:
         _show(metrics, out, as_json)
 
 
-def _train_here(job: TrainJob, name: str, ranks: Ranks) -> dict[str, Any]:
+def _train_here(job: TrainJob, ranks: Ranks) -> dict[str, Any]:
     """Train in this process, alone or as one of torchrun's."""
     from rankopt.train.launch import run_job
 
     with Progress(quiet=not ranks.is_first) as progress:
-        progress.step(f"training {name}")
+        progress.step(f"training {Path(job.card).stem}")
         return run_job(job, ranks, progress.note)
 
 
 def _train_on_ray(
-    job: TrainJob, name: str, num_workers: int | None, address: str | None, max_restarts: int
+    job: TrainJob, num_workers: int | None, address: str | None, max_restarts: int
 ) -> dict[str, Any]:
     """Train in Ray Train's workers, and read what the first of them wrote."""
     from rankopt.train.launch import train_on_ray
@@ -185,7 +187,7 @@ def _train_on_ray(
     if started_by_torchrun():
         raise UsageError("--num-workers starts workers through Ray; under torchrun, leave it out.")
     with Progress() as progress:
-        progress.step(f"training {name} with {num_workers} Ray Train workers")
+        progress.step(f"training {Path(job.card).stem} with {num_workers} Ray Train workers")
         train_on_ray(
             job, num_workers, address=address, max_restarts=max_restarts, progress=progress.note
         )

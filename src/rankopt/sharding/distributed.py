@@ -11,6 +11,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import distributed, nn
 from torchrec import EmbeddingBagCollection, KeyedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
@@ -75,6 +76,7 @@ def shard_module(
     if device is None:
         device = torch.device(plan.topology["device"])
     group = distributed.GroupMember.WORLD
+    _check_hosts(plan)
     _check_rows(plan, device)
     _check_pooling(module, plan)
     orders = _orders(module)
@@ -93,6 +95,20 @@ def shard_module(
     _mend_mean_pooling(sharded)
     _mend_order(sharded.module, orders)
     return sharded
+
+
+def _check_hosts(plan: ShardPlan) -> None:
+    """Refuse a table that is cut over a host of the plan where hosts have other ranks here."""
+    ranks_here = get_local_size(plan.world_size)
+    what = f"must be cut into {ranks_here} parts, one for each rank of a host here"
+    hint = "Plan with a topology of the hosts that there are, or with other --sharding-types."
+    problems = [
+        Problem(f"plan of {table.name}: table_row_wise", what, len(table.shards), hint)
+        for table in plan.tables
+        if table.sharding_type == "table_row_wise" and len(table.shards) != ranks_here
+    ]
+    if problems:
+        raise UsageError(problems=problems)
 
 
 def _check_rows(plan: ShardPlan, device: torch.device) -> None:

@@ -144,7 +144,10 @@ def allowed_types(table: Table, topology: Topology, setting: Setting) -> tuple[S
         types = [kind for kind in types if kind == "data_parallel"]
     if len(types) > 1 and column_block(table, topology) == table.dim and "table_wise" in types:
         types = [kind for kind in types if kind != "column_wise"]
-    if len(types) > 1 and topology.num_hosts == 1 and "row_wise" in types:
+    # Of one host all ranks are row-wise anyway; a host of one rank holds a table whole.
+    same = "row_wise" if topology.num_hosts == 1 else "table_wise"
+    one_of_each = topology.num_hosts == 1 or topology.ranks_per_host == 1
+    if len(types) > 1 and one_of_each and same in types:
         types = [kind for kind in types if kind != "table_row_wise"]
     return tuple(types)
 
