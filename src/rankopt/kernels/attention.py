@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -233,28 +232,3 @@ def masked_target_attention(
         query, keys, mask, weights, list(widths), list(activations), softmax, fill
     )
     return result
-
-
-def aoti_c_shims() -> dict[Any, list[str]]:
-    """Return the C entry points of these operators; see `rankopt.kernels.ops.aoti_c_shims`."""
-    ops = torch.ops.rankopt
-    handle, optional = "AtenTensorHandle", "AtenTensorHandle*"
-    arguments = {
-        ops.ragged_rows.default: [handle] * 2,
-        ops.ragged_sum.default: [handle] * 3 + ["int64_t"],
-        ops.hstu_attention.default: [handle] * 4
-        + [optional, *["int64_t"] * 3, *["int32_t"] * 2, *["double"] * 2],
-        ops.hstu_candidate_attention.default: [handle] * 6
-        + [*[optional] * 2, *["int64_t"] * 3, "int32_t", *["double"] * 2],
-        ops.target_attention.default: [handle] * 3
-        + [optional, handle, *["const int64_t*", "int64_t"] * 2, "int64_t"],
-        ops.masked_target_attention.default: [handle] * 4
-        + [*["const int64_t*", "int64_t"] * 2, "int32_t", "double"],
-    }
-    return {
-        op: [
-            f"AOTITorchError aoti_torch_cpu_{op._schema.name.partition('::')[2]}"
-            f"({', '.join([*types, 'AtenTensorHandle*'])})"
-        ]
-        for op, types in arguments.items()
-    }

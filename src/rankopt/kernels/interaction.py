@@ -9,7 +9,6 @@ Shapes: B rows, F fields, D numbers of each, N columns copied in front.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,22 +100,6 @@ def fm_reference(
     before_BFD = fields_BFD.cumsum(1)[:, :-1]
     sums_BD = (before_BFD * fields_BFD[:, 1:]).sum(1)
     return (sums_BD.sum(1) if total else sums_BD).to(torch.float32)
-
-
-def aoti_c_shims() -> dict[Any, list[str]]:
-    """Return these operators' part of `rankopt.kernels.ops.aoti_c_shims`."""
-    load_kernels()
-    return {
-        torch.ops.rankopt.dot_interaction.default: [
-            "AOTITorchError aoti_torch_cpu_dot_interaction(const AtenTensorHandle*, int64_t, "
-            "const AtenTensorHandle*, int64_t, int64_t, int32_t, int32_t, int64_t, "
-            "AtenTensorHandle*)"
-        ],
-        torch.ops.rankopt.fm_interaction.default: [
-            "AOTITorchError aoti_torch_cpu_fm_interaction(const AtenTensorHandle*, int64_t, "
-            "int64_t, int32_t, int64_t, AtenTensorHandle*)"
-        ],
-    }
 
 
 def _fields(pieces: Sequence[Tensor], dim: int) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -247,19 +246,3 @@ def lookup_traffic(plan: Tensor, inputs: Sequence[Tensor], num_rows: int) -> Loo
         from_ids += count * (ID_BYTES[inputs[row.source].dtype] + 4 * (row.weights >= 0))
         from_ids += 8 * num_rows * (row.offsets >= 0)
     return LookupTraffic(from_tables, from_ids, result)
-
-
-def aoti_c_shims() -> dict[Any, list[str]]:
-    """Return the C functions of the lookups, for `ops.aoti_c_shims`."""
-    load_kernels()
-    ops = torch.ops.rankopt
-    return {
-        ops.lookup_rows.default: [
-            "AOTITorchError aoti_torch_cpu_lookup_rows(AtenTensorHandle, AtenTensorHandle, "
-            "const AtenTensorHandle*, int64_t, int64_t, int64_t, AtenTensorHandle*)"
-        ],
-        ops.lookup_sequences.default: [
-            "AOTITorchError aoti_torch_cpu_lookup_sequences(AtenTensorHandle, AtenTensorHandle, "
-            "const AtenTensorHandle*, int64_t, int64_t, AtenTensorHandle*)"
-        ],
-    }

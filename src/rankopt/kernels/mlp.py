@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,15 +128,3 @@ def _fixed_layer(
     result = exact.to(torch.float32) * (row_scale * scale)
     result = reference.epilogue(result, bias, negative_slope, activation)
     return result.reshape(*x.shape[:-1], num_outputs)
-
-
-def aoti_c_shims() -> dict[Any, list[str]]:
-    """Return this operator's entry of `ops.aoti_c_shims`."""
-    return {
-        torch.ops.rankopt.mlp_int8.default: [
-            "AOTITorchError aoti_torch_cpu_mlp_int8(AtenTensorHandle, const AtenTensorHandle*, "
-            "int64_t, const AtenTensorHandle**, int64_t, const AtenTensorHandle**, int64_t, "
-            "const AtenTensorHandle**, int64_t, const AtenTensorHandle**, int64_t, const int64_t*, "
-            "int64_t, int64_t, const int64_t*, int64_t, AtenTensorHandle*)"
-        ]
-    }

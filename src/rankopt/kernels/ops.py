@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rankopt.errors import EnvironmentProblem
-from rankopt.kernels import attention, interaction, lookup, mlp
 from rankopt.kernels.build import load_kernels
 
 
@@ -200,6 +199,26 @@ def schema_here(name: str) -> str | None:
     return None if found is None else str(found.default._schema)
 
 
+WITH_C_FUNCTION = (
+    *("linear_int8", "linear_fp32", "linear_fp16", "linear_fbgemm", "mlp_int8"),
+    *("lookup_rows", "lookup_sequences", "dot_interaction", "fm_interaction"),
+    *("ragged_rows", "ragged_sum", "hstu_attention", "hstu_candidate_attention"),
+    *("target_attention", "masked_target_attention", "request_matmul", "gru", "lstm"),
+)
+"""Operators that compiled artifacts call by their C function, `aoti_torch_cpu_NAME`."""
+_C_TYPES = {
+    "Tensor": "AtenTensorHandle",
+    "Optional[Tensor]": "AtenTensorHandle*",
+    "List[Tensor]": "const AtenTensorHandle*, int64_t",
+    "List[Optional[Tensor]]": "const AtenTensorHandle**, int64_t",
+    "List[int]": "const int64_t*, int64_t",
+    "int": "int64_t",
+    "bool": "int32_t",
+    "float": "double",
+}
+"""How AOTInductor passes each type of a schema; results follow the arguments, by pointer."""
+
+
 def aoti_c_shims() -> dict[Any, list[str]]:
     """Return the value of `torch._inductor.config.aot_inductor.custom_ops_to_c_shims`.
 
@@ -207,42 +226,12 @@ def aoti_c_shims() -> dict[Any, list[str]]:
     dispatcher with boxed arguments. Load the kernels before such an artifact.
     """
     load_kernels()
-    ops = torch.ops.rankopt
-    return {
-        **lookup.aoti_c_shims(),
-        **interaction.aoti_c_shims(),
-        **attention.aoti_c_shims(),
-        **mlp.aoti_c_shims(),
-        ops.linear_int8.default: [
-            "AOTITorchError aoti_torch_cpu_linear_int8(AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, "
-            "int64_t, AtenTensorHandle*)"
-        ],
-        ops.linear_fp32.default: [
-            "AOTITorchError aoti_torch_cpu_linear_fp32(AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, AtenTensorHandle*)"
-        ],
-        ops.linear_fp16.default: [
-            "AOTITorchError aoti_torch_cpu_linear_fp16(AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle*, AtenTensorHandle*, int64_t, int64_t, AtenTensorHandle*)"
-        ],
-        ops.linear_fbgemm.default: [
-            "AOTITorchError aoti_torch_cpu_linear_fbgemm(AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle, AtenTensorHandle*)"
-        ],
-        ops.request_matmul.default: [
-            "AOTITorchError aoti_torch_cpu_request_matmul(AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle, AtenTensorHandle*)"
-        ],
-        ops.gru.default: [
-            "AOTITorchError aoti_torch_cpu_gru(AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, "
-            "AtenTensorHandle*, int32_t, AtenTensorHandle*, AtenTensorHandle*)"
-        ],
-        ops.lstm.default: [
-            "AOTITorchError aoti_torch_cpu_lstm(AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle*, "
-            "AtenTensorHandle*, AtenTensorHandle*, int32_t, AtenTensorHandle*, AtenTensorHandle*, "
-            "AtenTensorHandle*)"
-        ],
-    }
+    operators = [getattr(torch.ops.rankopt, name).default for name in WITH_C_FUNCTION]
+    return {operator: [_c_function(operator._schema)] for operator in operators}
+
+
+def _c_function(schema: Any) -> str:
+    name = schema.name.partition("::")[2]
+    types = [_C_TYPES[str(argument.type)] for argument in schema.arguments]
+    types += ["AtenTensorHandle*"] * len(schema.returns)
+    return f"AOTITorchError aoti_torch_cpu_{name}({', '.join(types)})"
