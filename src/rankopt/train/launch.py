@@ -106,9 +106,10 @@ def train_on_ray(
     if num_threads is None:
         num_threads = max(1, physical_cores_available() // num_workers)
     with connected(address, num_workers * num_threads) as folder, _heard(progress) as lines:
-        from ray.train.torch import TorchConfig, TorchTrainer
+        from ray.train.torch import TorchConfig
         from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
         from ray.train.v2.api.exceptions import TrainingFailedError
+        from ray.train.v2.torch.torch_trainer import TorchTrainer
 
         variables = worker_environment(num_threads, None)
         if address is None:
