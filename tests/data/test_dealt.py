@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankopt.data.dealt import DealtSettings, DealtStream, Share
@@ -72,22 +72,23 @@ deals = st.fixed_dictionaries(
 
 
 def opened(card: ModelCard, deal: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    settings = dict(deal)
-    rows = source(settings.pop("num_rows"), knows=settings.pop("knows"))
-    settings["batch_size"] = settings.pop("per_stretch") * settings["row_shards"]
-    return rows, settings
+    chosen = dict(deal)
+    rows = source(chosen.pop("num_rows"), knows=chosen.pop("knows"))
+    chosen["batch_size"] = chosen.pop("per_stretch") * chosen["row_shards"]
+    return rows, chosen
 
 
 def fitting(row_shards: int) -> st.SearchStrategy[int]:
     return st.sampled_from([n for n in range(1, 9) if row_shards % n == 0 or n % row_shards == 0])
 
 
+@settings(max_examples=60)
 @given(st.data(), deals)
 def test_the_shares_of_all_ranks_are_the_batch_of_one_process(card, data, deal) -> None:
-    rows, settings = opened(card, deal)
+    rows, how = opened(card, deal)
     world_size = data.draw(fitting(deal["row_shards"]))
-    alone = stream(card, rows, **settings)
-    ranks = [stream(card, rows, rank, world_size, **settings) for rank in range(world_size)]
+    alone = stream(card, rows, **how)
+    ranks = [stream(card, rows, rank, world_size, **how) for rank in range(world_size)]
     seen = []
     for epoch in range(2):
         for batch, *shares in zip(
@@ -108,15 +109,16 @@ def test_the_shares_of_all_ranks_are_the_batch_of_one_process(card, data, deal) 
         seen = []
 
 
+@settings(max_examples=60)
 @given(st.data(), deals)
 def test_a_run_goes_on_with_another_number_of_ranks(card, data, deal) -> None:
-    rows, settings = opened(card, deal)
+    rows, how = opened(card, deal)
     before = data.draw(fitting(deal["row_shards"]))
     after = data.draw(fitting(deal["row_shards"]))
-    alone = stream(card, rows, **settings)
+    alone = stream(card, rows, **how)
     whole = [own(share) for _ in range(2) for share in alone.batches()]
     stop = data.draw(st.integers(0, len(whole)))
-    first = stream(card, rows, before - 1, before, **settings)
+    first = stream(card, rows, before - 1, before, **how)
     count = 0
     while count < stop:
         for _ in first.batches():
@@ -126,7 +128,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(card, data, deal) -> None:
     state = json.loads(json.dumps(first.state()))
     assert "rank" not in state
     assert "world_size" not in state
-    ranks = [stream(card, rows, rank, after, **settings) for rank in range(after)]
+    ranks = [stream(card, rows, rank, after, **how) for rank in range(after)]
     for rank in ranks:
         rank.restore(state)
     rest: list[list[int]] = []

@@ -82,12 +82,19 @@ RECIPES: dict[str, list[dict[str, Any]]] = {
 }
 BROKEN = """
 import os
+import signal
 from rankopt.models.dlrm import DLRM
 
 
 def make(**config):
     if os.environ.get("RANK") == "1":
         raise ValueError("the table is not there")
+    return DLRM(**config)
+
+
+def make_killed(**config):
+    if os.environ.get("RANK") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
     return DLRM(**config)
 """
 
@@ -108,6 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adam": {**PLAIN, **rest, "train": adam},
         "collection": {**COLLECTION, **rest},
         "broken": {**PLAIN, **rest, "factory": "broken.py:make"},
+        "killed": {**PLAIN, **rest, "factory": "broken.py:make_killed"},
     }
     for name, raw in cards.items():
         (root / f"{name}.yaml").write_text(yaml.safe_dump({"name": name, **raw}))
@@ -243,6 +251,15 @@ def test_a_rank_that_fails_ends_all_with_one_message(folder: Path, card: str) ->
     assert "Traceback" not in errors
     assert not (folder / "no").exists()
     assert not list(folder.glob("no.partial*"))
+
+
+def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
+    card, out = folder / "killed.yaml", folder / "killed"
+    first, second = ranks_of(["-m", "rankopt", "train", str(card), "--out", str(out)], 2)
+    assert (first[0], second[0]) == (2, -9)
+    assert "rank 0: lost another rank" in first[2]
+    assert "Traceback" not in first[2]
+    assert not out.exists()
 
 
 @pytest.fixture(scope="module")
