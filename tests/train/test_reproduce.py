@@ -145,6 +145,20 @@ def test_two_runs_with_two_threads_give_the_same_bits(
     assert runs[0].outcome == runs[1].outcome
 
 
+def test_gradients_of_a_table_that_is_indexed_are_added_up_in_one_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 3, (200_000,), generator=generator)
+    weights = torch.randn(200_000, 16, generator=generator)
+    found = set()
+    with repeatable(TrainSettings(num_threads=2)):
+        for _ in range(6):
+            table = torch.ones(3, 16, requires_grad=True)
+            (table[ids] * weights).sum().backward()
+            assert table.grad is not None
+            found.add(table.grad.numpy().tobytes())
+    assert len(found) == 1
+
+
 def test_the_process_is_left_as_it_was() -> None:
     def state() -> tuple[Any, ...]:
         return (

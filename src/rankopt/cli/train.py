@@ -127,14 +127,20 @@ def train(
         "seed": seed,
         "num_threads": num_threads,
     }
+    from rankopt.train.ranks import OtherRankFailed, join
+
     if reproduce is not None:
         _refuse_beside_reproduce({"CARD": card, "recipe": recipe, **flags, "start": start})
-        raise typer.Exit(_again(reproduce, out, data, save_optimizer, overwrite, as_json))
+        try:
+            with join() as ranks:
+                code = _again(reproduce, out, data, save_optimizer, overwrite, as_json, ranks)
+        except OtherRankFailed as error:
+            raise typer.Exit(EXIT_USAGE) from error
+        raise typer.Exit(code)
     if card is None or out is None:
         raise _missing(card, out)
     from rankopt.models.card import load_card
     from rankopt.train.launch import TrainJob
-    from rankopt.train.ranks import OtherRankFailed, join
 
     def ask() -> TrainJob:
         loaded = load_card(card)
@@ -249,9 +255,10 @@ def _again(
     save_optimizer: bool,
     overwrite: bool,
     as_json: bool,
+    ranks: Ranks,
 ) -> int:
     """Train a run again, tell what came of it, and return the exit code."""
-    with Progress() as progress:
+    with Progress(quiet=not ranks.is_first) as progress:
         progress.step("loading PyTorch")
         from rankopt.review.gates import exit_code
         from rankopt.train.reproduce import reproduce
@@ -264,7 +271,10 @@ def _again(
             overwrite=overwrite,
             command=command_line(),
             progress=progress.note,
+            ranks=ranks,
         )
+    if not ranks.is_first:
+        return exit_code(found.verdict)
     if as_json:
         print_json(found.model_dump(mode="json"))
         return exit_code(found.verdict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rankopt.data.splits import Splits, open_splits
-from rankopt.errors import DataError, InputError, Problem
+from rankopt.errors import DataError, InputError, Problem, UsageError
 from rankopt.models.card import ModelCard
 from rankopt.train.describe import hash_of_hashes, hash_split, hash_tensors
 from rankopt.train.differences import Difference, find_differences
 from rankopt.train.loop import train
+from rankopt.train.ranks import Ranks
 from rankopt.train.run_manifest import RunManifest, read_run
 from rankopt.train.state import CHECKPOINT_NAME, OPTIMIZER_NAME
 
@@ -76,6 +76,7 @@ def reproduce(
     overwrite: bool = False,
     command: str = "rankopt.train.reproduce.reproduce",
     progress: Callable[[str], None] = lambda line: None,
+    ranks: Ranks | None = None,
 ) -> Reproduction:
     """Train again exactly as a manifest says, and compare.
 
@@ -90,15 +91,21 @@ def reproduce(
         overwrite: replace what `out` holds.
         command: what to write into the new run.json as the command that was run.
         progress: called with one line per step.
+        ranks: the processes that train together, as many as then, each of which calls this; they
+            need an `out` that all of them see.
 
     Raises:
+        UsageError: several ranks without `out`.
         InputError: the manifest cannot be read; or the run cannot be tried, since its data or the
             checkpoint it started from are gone or have changed, or it was made by other ranks.
     """
     file, manifest = read_run(run)
     card = manifest.model_card()
     recipe = manifest.training_recipe()
-    splits = _same_rows(file, manifest, card, data)
+    joined = ranks or Ranks.alone()
+    if out is None and not joined.is_alone:
+        raise UsageError(problems=[Problem("--out", "is required where several ranks train")])
+    splits = _same_rows(file, manifest, card, data, joined)
     start = None if manifest.start is None else Path(manifest.start.path).parent
     settings = manifest.settings.model_copy(update={"num_threads": manifest.machine.num_threads})
     with tempfile.TemporaryDirectory(prefix="rankopt-reproduce-") as folder:
@@ -115,6 +122,7 @@ def reproduce(
             save_optimizer=save_optimizer,
             overwrite=overwrite,
             command=command,
+            ranks=joined,
         )
         again = read_run(result.out)[1]
         weights = _compare_weights(file, manifest, again, result.out)
@@ -137,14 +145,14 @@ def reproduce(
 
 
 def _same_rows(
-    file: Path, manifest: RunManifest, card: ModelCard, data: str | Path | None
+    file: Path, manifest: RunManifest, card: ModelCard, data: str | Path | None, ranks: Ranks
 ) -> Splits:
     """Open the rows, and refuse a run that cannot be the same; everything is listed.
 
     Raises:
         InputError: data, ranks or the checkpoint to start from are not those of then.
     """
-    problems = [*_ranks(file, manifest), *_start(file, manifest)]
+    problems = [*_ranks(file, manifest, ranks), *_start(file, manifest)]
     try:
         splits = open_splits(card, manifest.data.given if data is None else data)
     except DataError as error:
@@ -180,11 +188,11 @@ def _changed_rows(
             yield Problem(f"{file}: data.splits.{name}", what, digest, _GIVE_DATA)
 
 
-def _ranks(file: Path, manifest: RunManifest) -> Iterator[Problem]:
+def _ranks(file: Path, manifest: RunManifest, ranks: Ranks) -> Iterator[Problem]:
     """Refuse another number of ranks: sums would be split among others."""
-    wanted, here = manifest.machine.world_size, int(os.environ.get("WORLD_SIZE", "1"))
+    wanted, here = manifest.machine.world_size, ranks.world_size
     if here != wanted:
-        hint = f"Start it with {wanted} ranks, as the run was: {manifest.command}"
+        hint = f"Start it with {wanted} ranks: `torchrun --nproc-per-node {wanted} -m rankopt ...`."
         yield Problem(f"{file}: machine.world_size", f"must be {wanted}", here, hint)
 
 
