@@ -130,7 +130,18 @@ def train(
     from rankopt.train.ranks import OtherRankFailed, join
 
     if reproduce is not None:
-        _refuse_beside_reproduce({"CARD": card, "recipe": recipe, **flags, "start": start})
+        others = {
+            "num_workers": num_workers,
+            "ray_address": ray_address,
+            "max_restarts": max_restarts or None,
+            "trace": trace or None,
+            "peaks": peaks or None,
+            "checkpoint_every": checkpoint_every,
+            "resume": resume or None,
+        }
+        _refuse_beside_reproduce(
+            {"CARD": card, "recipe": recipe, **flags, "start": start, **others}
+        )
         try:
             with join() as ranks:
                 code = _again(reproduce, out, data, save_optimizer, overwrite, as_json, ranks)
