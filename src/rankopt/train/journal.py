@@ -133,7 +133,8 @@ def read_journal(path: Path) -> list[Event]:
     if not path.exists():
         return []
     events = []
-    for line in path.read_bytes().split(b"\n"):
+    # What stands after the last line's end is torn, though it may read as an event.
+    for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             event = json.loads(line)
         except ValueError:
