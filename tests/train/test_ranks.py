@@ -24,6 +24,8 @@ from rankopt.models.build import build_module
 from rankopt.models.card import load_card
 from train.run_ranks import run
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("run_ranks.py")
 KEYS = ["c1", "c2", "c3"]
 NUM_IDS = 40
