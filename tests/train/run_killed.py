@@ -150,7 +150,7 @@ def kill_at(moment: str, count: int) -> None:
         "write": (_AtomicWriter, "write_data"),
         "index": (_AtomicWriter, "finish"),
         "swap": (Path, "rename"),
-        "result": (loop, "save_checkpoint"),
+        "result": (loop, "write_weights"),
         "end": (Checkpoints, "remove"),
     }[moment]
     real = getattr(owner, name)
@@ -219,10 +219,12 @@ def main() -> None:
         answer[variant] = [describe(out)]
         for index, kills in enumerate(runs):
             out = folder / variant / str(index) / "out"
-            ends = [
-                process(folder, variant, out, kill, checkpoint_every=EVERY, resume=number > 0)
-                for number, kill in enumerate([*kills, None])
-            ]
+            ends = []
+            for number, kill in enumerate([*kills, None]):
+                if out.exists() and not out.with_name("out.partial").exists():
+                    break  # a kill by the clock came when all was done
+                options = {"checkpoint_every": EVERY, "resume": number > 0}
+                ends.append(process(folder, variant, out, kill, **options))
             answer[variant].append({"ends": ends, **describe(out)})
     print(json.dumps(answer))
 

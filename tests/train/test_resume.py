@@ -18,7 +18,7 @@ PLAN = {
         [["step", 30]],  # between two checkpoints, after an evaluation
         [["write", 1], ["write", 4], ["index", 3]],  # within checkpoints and best weights
         [["swap", 2], ["swap", 4], ["step", 10], ["result", 1]],
-        [["time", 0.5], ["time", 0.9], ["time", 0.7]],
+        [["time", 0.2], ["time", 0.3], ["time", 0.25]],
     ],
     "stops": [[["evaluation", 6]], [["evaluation", 1], ["step", 40], ["end", 1]]],
     "sparse": [[["step", 45], ["step", 9]]],
@@ -50,11 +50,9 @@ def runs_of(answers):
 
 def test_every_process_was_killed_but_the_last(answers):
     for name, _, run, kills in runs_of(answers):
-        *killed, last = run["ends"]
-        assert last == "0", name
-        # A kill by the clock may come when all is done.
         by_clock = any(moment == "time" for moment, _ in kills)
-        assert by_clock or killed == ["killed"] * len(kills), name
+        assert by_clock or run["ends"] == [*["killed"] * len(kills), "0"], name
+        assert set(run["ends"]) <= {"killed", "0"}, name
         assert run["beside"] == ["out"], name
 
 
