@@ -21,10 +21,10 @@ from torch import nn
 from rankopt.errors import CheckpointError, Interrupted
 from rankopt.sharding.checkpoint import PendingSave, ShardedCheckpoint
 from rankopt.train.goodput import goodput
-from rankopt.train.group import broadcast, new_group, on_any_rank, rank, world_size
 from rankopt.train.interruption import Interruption
 from rankopt.train.journal import JOURNAL_NAME, Journal
 from rankopt.train.progress import RunProgress
+from rankopt.train.ranks import Ranks
 from rankopt.train.run_state import (
     State,
     begin_draws,
@@ -92,6 +92,7 @@ class Checkpoints:
         every: steps from one checkpoint to the next.
         journal: told what was done, and how long steps stood still for it.
         tell: called with a line where something went wrong.
+        ranks: the processes that train together.
     """
 
     def __init__(
@@ -100,15 +101,17 @@ class Checkpoints:
         every: int,
         journal: Journal,
         tell: Callable[[str], None],
+        ranks: Ranks,
     ) -> None:
         self.folder = folder
+        self.ranks = ranks
         self.every = every
         self.journal = journal
         self._interruption = Interruption()
         self._tell = tell
         # One for saves in the background, one for what steps ask meanwhile.
-        self._group = None if folder is None else new_group()
-        self._asking = None if folder is None else new_group()
+        self._group = None if folder is None else ranks.new_group()
+        self._asking = None if folder is None else ranks.new_group()
         self._last = None if folder is None else self._sharded(folder.last)
         self._rows: dict[str, Any] = {}
         self._pending: _Pending | None = None
@@ -131,9 +134,9 @@ class Checkpoints:
         state = _weights(run)
         state["optimizers"] = made_to_measure(state["optimizers"], self.folder.last)
         # Ranks draw as they did; where there are more or fewer now, each begins draws of its own.
-        has_same_ranks = len(blank_state(self.folder.last, "ranks")) == world_size()
+        has_same_ranks = len(blank_state(self.folder.last, "ranks")) == self.ranks.world_size
         if has_same_ranks:
-            state["ranks"] = {str(rank()): draws_state(run.module)}
+            state["ranks"] = {str(self.ranks.rank): draws_state(run.module)}
         state = self._last.load({**state, "progress": ""})
         progress = json.loads(state["progress"])
         run.at = RunProgress.from_json(progress["at"])
@@ -142,9 +145,9 @@ class Checkpoints:
         self._rows = progress["rows"]
         load_optimizers(run.step.optimizers, state["optimizers"])
         if has_same_ranks:
-            load_draws(state["ranks"][str(rank())])
+            load_draws(state["ranks"][str(self.ranks.rank)])
         else:
-            begin_draws(run.at.num_steps, rank())
+            begin_draws(run.at.num_steps, self.ranks.rank)
         self._saved_step = run.at.num_steps
         self._load_best(run)
         self.journal.add("resume", step=run.at.num_steps)
@@ -172,7 +175,7 @@ class Checkpoints:
         Raises:
             Interrupted: a signal came; the checkpoint is written.
         """
-        if self.folder is None or world_size() > 1 or self._interruption.signal is None:
+        if self.folder is None or not self.ranks.is_alone or self._interruption.signal is None:
             return
         if not self._is_finished:
             self._save(run)
@@ -204,19 +207,19 @@ class Checkpoints:
         self.journal.add("end", num_steps=run.at.num_steps, best_step=run.at.best_step)
         if self.journal.path is not None:
             self.journal.copy(staging / JOURNAL_NAME)
-        return broadcast(goodput(self.journal.events))
+        return self.ranks.broadcast(goodput(self.journal.events))
 
     def close(self) -> None:
         """Let go of the folder, which stays for a later process if there is a checkpoint in it."""
         self._tell = lambda line: None  # what ends the run has more to say
         self._settle()
         self.journal.flush()
-        if self.folder is not None and rank() == 0:
+        if self.folder is not None and self.ranks.is_first:
             self.folder.close()
 
     def remove(self) -> None:
         """Remove the folder of a run whose result is in its place."""
-        if self.folder is not None and rank() == 0:
+        if self.folder is not None and self.ranks.is_first:
             self.folder.remove()
 
     def _sharded(self, folder: Path) -> ShardedCheckpoint:
@@ -224,7 +227,7 @@ class Checkpoints:
 
     def _is_stopped(self) -> bool:
         """Tell, the same on all ranks, whether one of them is to stop."""
-        return on_any_rank(self._interruption.signal is not None, self._asking)
+        return self.ranks.any(self._interruption.signal is not None, self._asking)
 
     def _stop(self, run: Running) -> None:
         self._settle()
@@ -251,7 +254,7 @@ class Checkpoints:
                 event["error"] = "the best weights could not be written"
                 return
             state = _weights(run)
-            state["ranks"] = {str(rank()): draws_state(run.module)}
+            state["ranks"] = {str(self.ranks.rank): draws_state(run.module)}
             state["progress"] = json.dumps(
                 {
                     "at": run.at.to_json(),
@@ -301,7 +304,7 @@ class Checkpoints:
             self._saved_best = pending.step
         else:
             self._saved_step = pending.step
-            if self.folder is not None and rank() == 0:
+            if self.folder is not None and self.ranks.is_first:
                 self.folder.keep_best(pending.best_step, self._saved_best)
 
     def _failed(self, step: int, error: Exception) -> None:

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rankopt.train.checkpoints import Checkpoints
-from rankopt.train.group import broadcast, rank
 from rankopt.train.journal import JOURNAL_NAME, Journal
+from rankopt.train.ranks import Ranks
 from rankopt.train.working_folder import WorkingFolder
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -33,6 +33,7 @@ class Keeping:
         overwrite: throw away what an earlier run left.
         launch: names the launch of workers that this process is of; a run that it began goes on by
             itself. None for torchrun's, where it started this process.
+        ranks: the processes that train together.
     """
 
     out: Path
@@ -41,6 +42,7 @@ class Keeping:
     resume: bool = False
     overwrite: bool = False
     launch: str | None = None
+    ranks: Ranks = field(default_factory=Ranks.alone)
 
     @property
     def launched(self) -> str | None:
@@ -70,9 +72,9 @@ def kept_run(keeping: Keeping, staging: Path, tell: Callable[[str], None]) -> It
         staging: where the result is made; has the journal of a run without checkpoints.
         tell: called with a line where something went wrong.
     """
-    cause, chosen = keeping.cause, 1
+    ranks, cause, chosen = keeping.ranks, keeping.cause, 1
     folder = WorkingFolder(keeping.out) if keeping.every is not None or cause else None
-    if folder is not None and rank() == 0:
+    if folder is not None and ranks.is_first:
         chosen = folder.open(
             keeping.identity(),
             keeping.every,
@@ -80,11 +82,11 @@ def kept_run(keeping: Keeping, staging: Path, tell: Callable[[str], None]) -> It
             overwrite=keeping.overwrite,
             launch=keeping.launched,
         )
-    chosen = broadcast(chosen)
+    chosen = ranks.broadcast(chosen)
     path = staging / JOURNAL_NAME if folder is None else folder.journal
-    journal = Journal(path if rank() == 0 else None)
+    journal = Journal(path if ranks.is_first else None)
     journal.begin(cause)
-    run = Checkpoints(folder, chosen, journal, tell)
+    run = Checkpoints(folder, chosen, journal, tell, ranks)
     try:
         yield run
     except BaseException:
@@ -96,9 +98,9 @@ def finished_result(keeping: Keeping) -> dict[str, Any] | None:
     """Return the metrics of the same run where only removing its working folder was left to do."""
     metrics = None
     folder = WorkingFolder(keeping.out)
-    if rank() == 0 and keeping.cause is not None and folder.is_done:
+    if keeping.ranks.is_first and keeping.cause is not None and folder.is_done:
         run = folder.run()
         if run is not None and run["identity"] == keeping.identity():
             metrics = json.loads((folder.out / "metrics.json").read_text(encoding="utf-8"))
             folder.remove()
-    return broadcast(metrics)
+    return keeping.ranks.broadcast(metrics)

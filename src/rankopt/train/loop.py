@@ -140,7 +140,7 @@ def train(
         assert described is not None  # only the first rank is asked
         return described.identity(save_optimizer=save_optimizer)
 
-    keeping = Keeping(target, identity, checkpoint_every, resume, overwrite, launch)
+    keeping = Keeping(target, identity, checkpoint_every, resume, overwrite, launch, joined)
     if (metrics := finished_result(keeping)) is not None:
         told(f"the run had ended when it was killed; its result lies in {target}")
         return TrainResult(target, target / "card.yaml", metrics)

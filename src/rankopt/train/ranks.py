@@ -101,9 +101,24 @@ class Ranks:
         distributed.all_reduce(total)
         return [float(value) for value in total]
 
-    def any(self, flag: bool) -> bool:
-        """Tell whether it holds on any rank."""
-        return self.sum([float(flag)])[0] > 0
+    def any(self, flag: bool, group: Any = None) -> bool:
+        """Tell whether it holds on any rank; asks a group of `new_group` where one is given."""
+        if self.is_alone:
+            return flag
+        import torch
+        from torch import distributed
+
+        number = torch.tensor([float(flag)])
+        distributed.all_reduce(number, group=group)
+        return bool(number)
+
+    def new_group(self) -> Any:
+        """Make a group for collectives that do not mix with the step's; None for one process."""
+        if self.is_alone:
+            return None
+        from torch import distributed
+
+        return distributed.new_group(backend="gloo")
 
     def broadcast(self, value: Value) -> Value:
         """Return the first rank's value, a small plain object, on every rank."""

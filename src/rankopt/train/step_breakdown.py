@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rankopt.data.dealt import Share
@@ -62,7 +61,8 @@ class StepWatch:
         profiles: bool | None = None,
         every: int = WATCH_EVERY,
     ) -> None:
-        self.rank, self.world_size = _place()
+        ranks = step.setup.ranks
+        self.rank, self.world_size = ranks.rank, ranks.world_size
         self._step = step
         self._clock = step.clock
         self._lookups = watch_lookups(step.setup.module, self._clock)
@@ -350,9 +350,3 @@ def _profile() -> Any:
 
 def _span(phase: Phase, is_traced: bool) -> Any:
     return record_function(SPAN_PREFIX + TITLES[phase]) if is_traced else contextlib.nullcontext()
-
-
-def _place() -> tuple[int, int]:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
