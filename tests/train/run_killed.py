@@ -31,7 +31,7 @@ from rankopt.models.card import ModelCard
 from rankopt.recipe import parse_recipe
 from rankopt.sharding.checkpoint import _AtomicWriter
 from rankopt.train import loop
-from rankopt.train.checkpoints import Checkpoints
+from rankopt.train.fault_tolerance.checkpoints import Checkpoints
 from rankopt.train.settings import TrainSettings
 from rankopt.train.step import Step
 

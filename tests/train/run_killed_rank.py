@@ -17,8 +17,8 @@ from typing import Any
 from rankopt.data.splits import open_splits
 from rankopt.models.card import load_card
 from rankopt.recipe import load_recipe
+from rankopt.train.distributed.ranks import Ranks, join
 from rankopt.train.loop import train
-from rankopt.train.ranks import Ranks, join
 from rankopt.train.step import Step
 
 REAL = Step.timed

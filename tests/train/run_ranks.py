@@ -13,9 +13,9 @@ from pathlib import Path
 from rankopt.data.splits import open_splits
 from rankopt.models.card import load_card
 from rankopt.recipe import load_recipe
-from rankopt.train import weights
+from rankopt.train.distributed import weights
+from rankopt.train.distributed.ranks import Ranks, join
 from rankopt.train.loop import train
-from rankopt.train.ranks import Ranks, join
 
 
 def run(folder: Path, what: str, ranks: Ranks | None = None) -> None:

@@ -13,8 +13,8 @@ from rankopt.cli.main import main
 from rankopt.environment import collect_environment
 from rankopt.errors import UsageError
 from rankopt.recipe import parse_recipe
-from rankopt.train.exchange import NoExchange, make_exchange, refuse_batch_statistics
-from rankopt.train.ranks import Ranks, _pack, _unpack
+from rankopt.train.distributed.exchange import NoExchange, make_exchange, refuse_batch_statistics
+from rankopt.train.distributed.ranks import Ranks, _pack, _unpack
 
 SHARD: dict[str, Any] = {"train_shard": {"topology": "2-cpu-hosts"}}
 

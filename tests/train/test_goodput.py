@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankopt.train.goodput import goodput, goodput_line, run_times
-from rankopt.train.journal import Journal, read_journal
+from rankopt.train.fault_tolerance.goodput import goodput, goodput_line, run_times
+from rankopt.train.fault_tolerance.journal import Journal, read_journal
 
 S = 1_000_000_000
 BEGAN = 1_700_000_000 * S

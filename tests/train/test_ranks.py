@@ -267,7 +267,7 @@ def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
     """Start Ray once for all tests that need it."""
-    from rankopt.train.launch import connected
+    from rankopt.train.distributed.launch import connected
 
     with connected(None, 2):
         yield

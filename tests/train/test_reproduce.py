@@ -25,12 +25,12 @@ from rankopt.data.splits import Splits, open_splits
 from rankopt.data.synthetic import SyntheticOptions, generate
 from rankopt.models.card import ModelCard, load_card
 from rankopt.recipe import parse_recipe
-from rankopt.train.describe import hash_of_hashes, hash_tensors
-from rankopt.train.determinism import repeatable
-from rankopt.train.differences import find_differences
 from rankopt.train.loop import train
-from rankopt.train.reproduce import reproduce
-from rankopt.train.run_manifest import RunManifest, read_run
+from rankopt.train.reproducibility.describe import hash_of_hashes, hash_tensors
+from rankopt.train.reproducibility.determinism import repeatable
+from rankopt.train.reproducibility.differences import find_differences
+from rankopt.train.reproducibility.reproduce import reproduce
+from rankopt.train.reproducibility.run_manifest import RunManifest, read_run
 from rankopt.train.settings import TrainSettings
 
 Cli = Callable[..., Any]

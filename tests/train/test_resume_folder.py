@@ -20,8 +20,8 @@ from rankopt.errors import EnvironmentProblem, Interrupted, OutputExistsError, U
 from rankopt.recipe import parse_recipe
 from rankopt.sharding import checkpoint
 from rankopt.train import loop
-from rankopt.train.goodput import goodput
-from rankopt.train.journal import read_journal
+from rankopt.train.fault_tolerance.goodput import goodput
+from rankopt.train.fault_tolerance.journal import read_journal
 from rankopt.train.settings import TrainSettings
 from rankopt.train.step import Step
 from train import run_killed
@@ -338,7 +338,7 @@ def test_workers_of_one_launch_go_on_by_themselves_and_others_do_not(
 
 
 def test_another_number_of_ranks_begins_draws_of_its_own(folder, stopped, monkeypatch):
-    from rankopt.train import checkpoints
+    from rankopt.train.fault_tolerance import checkpoints
 
     drawn = []
     monkeypatch.setattr(checkpoints, "blank_state", lambda *_: {"0": {}, "1": {}})

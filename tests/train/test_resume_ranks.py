@@ -15,7 +15,7 @@ import yaml
 from rankopt.bench.backend import driver_import_path
 from rankopt.data.synthetic import generate
 from rankopt.jobs.shard_plan import plan_shards
-from rankopt.train.journal import read_journal
+from rankopt.train.fault_tolerance.journal import read_journal
 from train import run_killed
 
 SCRIPT = Path(__file__).with_name("run_killed_rank.py")

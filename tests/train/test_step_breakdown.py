@@ -24,13 +24,13 @@ from rankopt.passes.train_accumulate import TrainAccumulate
 from rankopt.passes.train_checkpoint_activations import TrainCheckpointActivations
 from rankopt.passes.train_compile import TrainCompile
 from rankopt.passes.train_fuse_embeddings import TrainFuseEmbeddings
-from rankopt.train.communication import exposed_segments, united, without
-from rankopt.train.phase_clock import PhaseClock, Segment
-from rankopt.train.phases import PHASES, StepBreakdown, breakdown_lines, typical
+from rankopt.train.breakdown.communication import exposed_segments, united, without
+from rankopt.train.breakdown.phase_clock import PhaseClock, Segment
+from rankopt.train.breakdown.phases import PHASES, StepBreakdown, breakdown_lines, typical
+from rankopt.train.breakdown.step_breakdown import StepWatch
 from rankopt.train.settings import TrainSettings
 from rankopt.train.setup import apply_passes, plain_setup
 from rankopt.train.step import Step
-from rankopt.train.step_breakdown import StepWatch
 
 MS = 1_000_000
 B, D, NUM_IDS = 64, 8, 50

@@ -7,8 +7,8 @@ import torch
 from torch import distributed
 
 from rankopt.sharding.distributed import shard_module
-from rankopt.train.phase_clock import PhaseClock
-from rankopt.train.watched_lookups import watch_lookups
+from rankopt.train.breakdown.phase_clock import PhaseClock
+from rankopt.train.breakdown.watched_lookups import watch_lookups
 from sharding import small_net
 
 

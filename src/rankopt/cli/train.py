@@ -21,8 +21,8 @@ from rankopt.cli.main import command_line
 from rankopt.errors import EXIT_USAGE, Problem, UsageError
 
 if TYPE_CHECKING:
-    from rankopt.train.launch import TrainJob
-    from rankopt.train.ranks import Ranks
+    from rankopt.train.distributed.launch import TrainJob
+    from rankopt.train.distributed.ranks import Ranks
     from rankopt.train.settings import TrainSettings
 
 app = typer.Typer()
@@ -127,7 +127,7 @@ def train(
         "seed": seed,
         "num_threads": num_threads,
     }
-    from rankopt.train.ranks import OtherRankFailed, join
+    from rankopt.train.distributed.ranks import OtherRankFailed, join
 
     if reproduce is not None:
         others = {
@@ -151,7 +151,7 @@ def train(
     if card is None or out is None:
         raise _missing(card, out)
     from rankopt.models.card import load_card
-    from rankopt.train.launch import TrainJob
+    from rankopt.train.distributed.launch import TrainJob
 
     def ask() -> TrainJob:
         loaded = load_card(card)
@@ -185,7 +185,7 @@ def train(
 
 def _train_here(job: TrainJob, ranks: Ranks) -> dict[str, Any]:
     """Train in this process, alone or as one of torchrun's."""
-    from rankopt.train.launch import run_job
+    from rankopt.train.distributed.launch import run_job
 
     with Progress(quiet=not ranks.is_first) as progress:
         progress.step(f"training {Path(job.card).stem}")
@@ -196,8 +196,8 @@ def _train_on_ray(
     job: TrainJob, num_workers: int | None, address: str | None, max_restarts: int
 ) -> dict[str, Any]:
     """Train in Ray Train's workers, and read what the first of them wrote."""
-    from rankopt.train.launch import train_on_ray
-    from rankopt.train.ranks import started_by_torchrun
+    from rankopt.train.distributed.launch import train_on_ray
+    from rankopt.train.distributed.ranks import started_by_torchrun
 
     if num_workers is None:
         raise UsageError("--ray-address and --max-restarts need --num-workers.")
@@ -272,7 +272,7 @@ def _again(
     with Progress(quiet=not ranks.is_first) as progress:
         progress.step("loading PyTorch")
         from rankopt.review.gates import exit_code
-        from rankopt.train.reproduce import reproduce
+        from rankopt.train.reproducibility.reproduce import reproduce
 
         found = reproduce(
             run,
@@ -316,8 +316,8 @@ def _settings(defaults: TrainSettings, flags: dict[str, Any]) -> TrainSettings:
 
 def _cost(metrics: dict[str, Any]) -> list[str]:
     """Say what steps cost, and what each pass of the recipe did."""
-    from rankopt.train.goodput import goodput_line
-    from rankopt.train.phases import breakdown_lines, breakdown_of
+    from rankopt.train.breakdown.phases import breakdown_lines, breakdown_of
+    from rankopt.train.fault_tolerance.goodput import goodput_line
     from rankopt.units import format_bytes, format_duration
 
     steps = metrics["steps"]

@@ -38,7 +38,7 @@ from rankopt.review.schema import (
     TrainingCost,
 )
 from rankopt.train.arm import labelled
-from rankopt.train.phases import breakdown_of, typical
+from rankopt.train.breakdown.phases import breakdown_of, typical
 from rankopt.train.recipes import find_training_recipe, require_sound
 from rankopt.train.seeds import Metrics, compare_seeds, train_seeds
 

@@ -73,7 +73,7 @@ class TrainShard(TrainingPass):
         """Shard the module."""
         if setup.ranks.is_alone:
             return self._fused(setup)
-        from rankopt.train.sharded import ShardedTables
+        from rankopt.train.distributed.sharded import ShardedTables
 
         given = setup.settings
         if given.table_optimizer != self.optimizer:
@@ -123,7 +123,7 @@ class TrainShard(TrainingPass):
 
     def _made(self, setup: TrainingSetup) -> ShardPlan:
         from rankopt.jobs.shard_plan import plan_shards, read_plan
-        from rankopt.train.sharded import FUSED
+        from rankopt.train.distributed.sharded import FUSED
 
         if self.plan is not None:
             return read_plan(Path(self.plan))

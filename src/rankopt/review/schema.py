@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from rankopt.train.phases import StepBreakdown
+from rankopt.train.breakdown.phases import StepBreakdown
 
 Verdict = Literal["pass", "fail", "inconclusive"]
 

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 
 from rankopt.review import wording
 from rankopt.review.schema import TrainingCost
-from rankopt.train.phases import PHASES, TITLES, Phase, StepBreakdown, dense_text, sparse_text
+from rankopt.train.breakdown.phases import (
+    PHASES,
+    TITLES,
+    Phase,
+    StepBreakdown,
+    dense_text,
+    sparse_text,
+)
 
 NOT_MEASURED = "not measured"
 

@@ -14,8 +14,8 @@ from rankopt.models.build import make_module
 from rankopt.models.card import load_card
 from rankopt.models.serving import ServingModule
 from rankopt.recipe import parse_recipe
-from rankopt.train.determinism import one_order_of_sums
 from rankopt.train.recipes import require_sound, training_passes
+from rankopt.train.reproducibility.determinism import one_order_of_sums
 from rankopt.train.setup import apply_passes, plain_setup
 from rankopt.train.step import Step
 

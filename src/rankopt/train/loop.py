@@ -35,23 +35,23 @@ from rankopt.models.serving import ServingModule
 from rankopt.output import write_json_atomic
 from rankopt.quality.metrics import auc, calibration, log_loss, normalized_entropy
 from rankopt.recipe import Recipe
-from rankopt.train.checkpoints import Checkpoints
-from rankopt.train.describe import RunDescription
-from rankopt.train.determinism import repeatable
-from rankopt.train.kept_run import Keeping, finished_result, kept_run
+from rankopt.train.breakdown.step_breakdown import StepWatch
+from rankopt.train.distributed.ranked import ScoredShares, ranked_output, refuse_for_ranks
+from rankopt.train.distributed.ranks import Ranks
+from rankopt.train.distributed.weights import Kept, keep, put_back, write_weights
+from rankopt.train.fault_tolerance.checkpoints import Checkpoints
+from rankopt.train.fault_tolerance.kept_run import Keeping, finished_result, kept_run
+from rankopt.train.fault_tolerance.progress import RunProgress
 from rankopt.train.meter import StepMeter
-from rankopt.train.progress import RunProgress
-from rankopt.train.ranked import ScoredShares, ranked_output, refuse_for_ranks
-from rankopt.train.ranks import Ranks
 from rankopt.train.recipes import require_sound, training_passes
 from rankopt.train.relocate import write_card
-from rankopt.train.run_manifest import RUN_MANIFEST
+from rankopt.train.reproducibility.describe import RunDescription
+from rankopt.train.reproducibility.determinism import repeatable
+from rankopt.train.reproducibility.run_manifest import RUN_MANIFEST
 from rankopt.train.settings import TrainSettings
 from rankopt.train.setup import apply_passes, plain_setup
 from rankopt.train.state import load_state, save_optimizers
 from rankopt.train.step import Step
-from rankopt.train.step_breakdown import StepWatch
-from rankopt.train.weights import Kept, keep, put_back, write_weights
 
 EVALUATION_BATCH = 4096
 MAX_TRAIN_ROWS_JUDGED = 50_000

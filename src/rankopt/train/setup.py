@@ -15,14 +15,14 @@ from rankopt.models.card import ModelCard
 from rankopt.models.serving import ServingModule
 from rankopt.passes.training import TrainingPass
 from rankopt.review.schema import PassRecord
-from rankopt.train.exchange import Exchange, make_exchange
+from rankopt.train.distributed.exchange import Exchange, make_exchange
+from rankopt.train.distributed.ranks import Ranks
 from rankopt.train.fused_tables import FusedTables
 from rankopt.train.optimizers import make_optimizers
-from rankopt.train.ranks import Ranks
 from rankopt.train.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from rankopt.train.sharded import ShardedTables
+    from rankopt.train.distributed.sharded import ShardedTables
 
 Forward = Callable[..., tuple[Tensor, ...]]
 

@@ -17,7 +17,7 @@ from rankopt.data.dealt import Share
 from rankopt.data.rows import Rows
 from rankopt.errors import Problem, UsageError
 from rankopt.models.card import ModelCard
-from rankopt.train.phase_clock import PhaseClock
+from rankopt.train.breakdown.phase_clock import PhaseClock
 from rankopt.train.setup import TrainingSetup
 
 

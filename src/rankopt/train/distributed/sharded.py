@@ -18,10 +18,10 @@ from rankopt.errors import Problem, UsageError
 from rankopt.sharding.distributed import FusedOptimizer, shard_module
 from rankopt.sharding.schema import ShardPlan
 from rankopt.sharding.setting import Communication
-from rankopt.train.exchange import refuse_batch_statistics
-from rankopt.train.ranks import Ranks
+from rankopt.train.distributed.exchange import refuse_batch_statistics
+from rankopt.train.distributed.ranks import Ranks
+from rankopt.train.distributed.weights import cut_into
 from rankopt.train.settings import TrainSettings
-from rankopt.train.weights import cut_into
 
 if TYPE_CHECKING:
     from torchrec.distributed import DistributedModelParallel

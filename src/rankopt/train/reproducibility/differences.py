@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rankopt.train.run_manifest import RunManifest
+from rankopt.train.reproducibility.run_manifest import RunManifest
 
 _ARITHMETIC_LIBRARIES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "triton", "numpy")
 _MACHINE = ("isa", "cpu_model", "architecture", "num_physical_cores", "gpus")

@@ -16,8 +16,8 @@ from typing import Any
 
 from rankopt.errors import EnvironmentProblem, OutputExistsError, Problem, UsageError
 from rankopt.output import recover_folder, write_json_atomic
-from rankopt.train.identity import differences
-from rankopt.train.journal import JOURNAL_NAME, read_journal
+from rankopt.train.fault_tolerance.identity import differences
+from rankopt.train.fault_tolerance.journal import JOURNAL_NAME, read_journal
 
 RUN_NAME = "resume.json"
 _LOCK_NAME = "lock"

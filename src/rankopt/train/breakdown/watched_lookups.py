@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from rankopt.models.layers import EmbeddingBags
-from rankopt.train.phase_clock import PhaseClock
-from rankopt.train.phases import Phase
+from rankopt.train.breakdown.phase_clock import PhaseClock
+from rankopt.train.breakdown.phases import Phase
 
 
 class CannotCutError(Exception):

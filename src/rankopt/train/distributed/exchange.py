@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Adagrad, Optimizer, SparseAdam
 
 from rankopt.errors import Problem, UsageError
+from rankopt.train.distributed.ranks import Ranks
 from rankopt.train.fused_tables import FusedTables, Use
-from rankopt.train.ranks import Ranks
 from rankopt.units import BYTES_PER_MIB
 
 BUCKET_BYTES = 32 * BYTES_PER_MIB

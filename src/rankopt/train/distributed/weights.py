@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankopt.models.checkpoint import save_checkpoint
-from rankopt.train.ranks import Ranks
+from rankopt.train.distributed.ranks import Ranks
 from rankopt.train.state import CHECKPOINT_NAME, SHARDED_CHECKPOINT_NAME
 from rankopt.units import BYTES_PER_GIB
 

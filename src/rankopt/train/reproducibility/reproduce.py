@@ -15,11 +15,11 @@ from torch import Tensor
 from rankopt.data.splits import Splits, open_splits
 from rankopt.errors import DataError, InputError, Problem, UsageError
 from rankopt.models.card import ModelCard
-from rankopt.train.describe import hash_of_hashes, hash_split, hash_tensors
-from rankopt.train.differences import Difference, find_differences
+from rankopt.train.distributed.ranks import Ranks
 from rankopt.train.loop import train
-from rankopt.train.ranks import Ranks
-from rankopt.train.run_manifest import RunManifest, read_run
+from rankopt.train.reproducibility.describe import hash_of_hashes, hash_split, hash_tensors
+from rankopt.train.reproducibility.differences import Difference, find_differences
+from rankopt.train.reproducibility.run_manifest import RunManifest, read_run
 from rankopt.train.state import CHECKPOINT_NAME, OPTIMIZER_NAME
 
 _GIVE_DATA = "Name the rows of then with --data PATH."
@@ -74,7 +74,7 @@ def reproduce(
     data: str | Path | None = None,
     save_optimizer: bool = False,
     overwrite: bool = False,
-    command: str = "rankopt.train.reproduce.reproduce",
+    command: str = "rankopt.train.reproducibility.reproduce.reproduce",
     progress: Callable[[str], None] = lambda line: None,
     ranks: Ranks | None = None,
 ) -> Reproduction:

@@ -27,8 +27,8 @@ from rankopt.models.card import ModelCard
 from rankopt.models.checkpoint import read_checkpoint
 from rankopt.recipe import Recipe, dump_recipe
 from rankopt.sharding.manifest import read_manifest
-from rankopt.train.determinism import arithmetic, environment_variables
-from rankopt.train.run_manifest import (
+from rankopt.train.reproducibility.determinism import arithmetic, environment_variables
+from rankopt.train.reproducibility.run_manifest import (
     Code,
     DataRecord,
     Machine,

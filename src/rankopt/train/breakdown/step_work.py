@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from rankopt.data.rows import Rows
-from rankopt.train.phases import Phase
+from rankopt.train.breakdown.phases import Phase
+from rankopt.train.breakdown.watched_lookups import CannotCutError, Lookups, Read
 from rankopt.train.setup import TrainingSetup
 from rankopt.train.step import cross_entropy
-from rankopt.train.watched_lookups import CannotCutError, Lookups, Read
 
 
 @dataclass(frozen=True)

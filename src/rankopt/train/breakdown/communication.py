@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rankopt.train.phase_clock import Segment
-from rankopt.train.phases import Phase
+from rankopt.train.breakdown.phase_clock import Segment
+from rankopt.train.breakdown.phases import Phase
 from rankopt.units import NS_PER_US
 
 Interval = tuple[int, int]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from rankopt.train.phases import TITLES, Phase
+from rankopt.train.breakdown.phases import TITLES, Phase
 
 SPAN_PREFIX = "step: "
 """What the names of phases begin with in a trace."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankopt.train.checkpoints import Checkpoints
-from rankopt.train.journal import JOURNAL_NAME, Journal
-from rankopt.train.ranks import Ranks
-from rankopt.train.working_folder import WorkingFolder
+from rankopt.train.distributed.ranks import Ranks
+from rankopt.train.fault_tolerance.checkpoints import Checkpoints
+from rankopt.train.fault_tolerance.journal import JOURNAL_NAME, Journal
+from rankopt.train.fault_tolerance.working_folder import WorkingFolder
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """How often torchrun has restarted its workers."""

@@ -20,12 +20,12 @@ from torch import nn
 
 from rankopt.errors import CheckpointError, Interrupted
 from rankopt.sharding.checkpoint import PendingSave, ShardedCheckpoint
-from rankopt.train.goodput import goodput
-from rankopt.train.interruption import Interruption
-from rankopt.train.journal import JOURNAL_NAME, Journal
-from rankopt.train.progress import RunProgress
-from rankopt.train.ranks import Ranks
-from rankopt.train.run_state import (
+from rankopt.train.distributed.ranks import Ranks
+from rankopt.train.fault_tolerance.goodput import goodput
+from rankopt.train.fault_tolerance.interruption import Interruption
+from rankopt.train.fault_tolerance.journal import JOURNAL_NAME, Journal
+from rankopt.train.fault_tolerance.progress import RunProgress
+from rankopt.train.fault_tolerance.run_state import (
     State,
     begin_draws,
     blank_state,
@@ -36,8 +36,8 @@ from rankopt.train.run_state import (
     optimizer_states,
     optimizers_state,
 )
+from rankopt.train.fault_tolerance.working_folder import WorkingFolder
 from rankopt.train.step import Step
-from rankopt.train.working_folder import WorkingFolder
 
 
 class Rows(Protocol):

@@ -23,13 +23,21 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rankopt.data.dealt import Share
 from rankopt.data.rows import Rows
 from rankopt.diagnose.schema import MachinePeaks
-from rankopt.train.communication import exposed_segments
+from rankopt.train.breakdown.communication import exposed_segments
+from rankopt.train.breakdown.phase_clock import SPAN_PREFIX, Segment
+from rankopt.train.breakdown.phases import (
+    PHASES,
+    TITLES,
+    DenseUse,
+    Phase,
+    PhaseRow,
+    SparseUse,
+    StepBreakdown,
+)
+from rankopt.train.breakdown.step_work import StepWork, count_step, optimizer_phase
+from rankopt.train.breakdown.watched_lookups import watch_lookups
 from rankopt.train.meter import WARM_UP_STEPS
-from rankopt.train.phase_clock import SPAN_PREFIX, Segment
-from rankopt.train.phases import PHASES, TITLES, DenseUse, Phase, PhaseRow, SparseUse, StepBreakdown
 from rankopt.train.step import Step
-from rankopt.train.step_work import StepWork, count_step, optimizer_phase
-from rankopt.train.watched_lookups import watch_lookups
 from rankopt.units import NS_PER_S
 
 Batch = TypeVar("Batch", bound=Rows | Share)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from rankopt.train.journal import BEGINNINGS, Event
+from rankopt.train.fault_tolerance.journal import BEGINNINGS, Event
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rankopt.bench.backend import driver_import_path, worker_environment
 from rankopt.bench.plan import physical_cores_available
 from rankopt.bench.ray_backend import OBJECT_STORE_BYTES
 from rankopt.errors import EnvironmentProblem, RankoptError
-from rankopt.train.ranks import TIMEOUT_S, OtherRankFailed, Ranks, once
+from rankopt.train.distributed.ranks import TIMEOUT_S, OtherRankFailed, Ranks, once
 
 _LISTEN_S = 0.2
 
@@ -63,7 +63,7 @@ class TrainJob:
     checkpoint_every: int | None = None
     resume: bool = False
     launch: str | None = None
-    command: str = "rankopt.train.launch"
+    command: str = "rankopt.train.distributed.launch"
 
 
 def run_job(job: TrainJob, ranks: Ranks, progress: Progress) -> dict[str, Any]:

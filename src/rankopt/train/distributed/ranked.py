@@ -16,7 +16,7 @@ from rankopt.data.rows import Rows
 from rankopt.errors import Problem, UsageError
 from rankopt.models.card import ModelCard
 from rankopt.output import staged_output
-from rankopt.train.ranks import Ranks
+from rankopt.train.distributed.ranks import Ranks
 from rankopt.train.setup import TrainingSetup
 
 Floats = npt.NDArray[np.float64]

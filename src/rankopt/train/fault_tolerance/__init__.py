@@ -1,0 +1,1 @@
+"""Runs that survive a kill: checkpoints within a run, its working folder, journal, goodput."""

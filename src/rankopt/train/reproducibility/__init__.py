@@ -1,0 +1,1 @@
+"""What a run depends on, written down, and the same run again."""
