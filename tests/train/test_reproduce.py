@@ -23,6 +23,7 @@ from rankopt.bench.backend import driver_import_path
 from rankopt.data.source import open_source
 from rankopt.data.splits import Splits, open_splits
 from rankopt.data.synthetic import SyntheticOptions, generate
+from rankopt.errors import OutputExistsError
 from rankopt.models.card import ModelCard, load_card
 from rankopt.recipe import parse_recipe
 from rankopt.train.loop import train
@@ -179,6 +180,30 @@ def test_the_process_is_left_as_it_was() -> None:
             drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
         assert state() == before
     assert drawn[0] == drawn[1]
+
+
+def test_the_machine_is_described_as_the_run_used_it(made: Path, tmp_path: Path) -> None:
+    card = load_card(made / "card.yaml")
+    settings = card.train.model_copy(update={"num_threads": 3})
+    assert torch.get_num_threads() != 3
+    train(card, open_splits(card), tmp_path / "run", settings)
+    machine = read_run(tmp_path / "run")[1].machine
+    assert machine.num_threads == 3
+    assert machine.arithmetic["torch_deterministic"] is True
+
+
+def test_an_earlier_result_is_refused_before_rows_are_hashed(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    monkeypatch.setattr(
+        "rankopt.train.reproducibility.describe.hash_split",
+        lambda card, source, by: hashed.append(source.name) or "",
+    )
+    card = load_card(made / "card.yaml")
+    with pytest.raises(OutputExistsError):
+        train(card, open_splits(card), made / "run")
+    assert hashed == []
 
 
 def test_the_manifest_says_what_the_weights_depend_on(made: Path) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +131,14 @@ def train(
     target = Path(out)
     joined = ranks or Ranks.alone()
     told = progress if progress is not None and joined.is_first else lambda line: None
-    described = None
-    if joined.is_first:
+
+    @functools.cache
+    def described() -> RunDescription:
         origin = None if start is None else Path(start)
-        described = RunDescription(card, splits, chosen, recipe, origin, command)
+        return RunDescription(card, splits, chosen, recipe, origin, command)
 
     def identity() -> dict[str, Any]:
-        assert described is not None  # only the first rank is asked
-        return described.identity(save_optimizer=save_optimizer)
+        return described().identity(save_optimizer=save_optimizer)
 
     keeping = Keeping(target, identity, checkpoint_every, resume, overwrite, launch, joined)
     if (metrics := finished_result(keeping)) is not None:
@@ -151,6 +151,7 @@ def train(
     ):
         if joined.is_first:
             refuse_broken_limits(card, splits, told)
+            described()  # before a step, or what OUT held, can change what it describes
         trainer = _Trainer(card, splits, chosen, told, recipe, kept, joined)
         refuse_for_ranks(trainer.setup, start=start, save_optimizer=save_optimizer)
         trainer.keeps_optimizers = save_optimizer
@@ -162,12 +163,12 @@ def train(
         metrics["steps"]["breakdown"] = _breakdown(trainer.watch, measures_peaks=peaks)
         name = write_weights(trainer.module, joined, staging)
         metrics["goodput"] = kept.end(trainer, staging)
-        if described is not None:
+        if joined.is_first:
             if save_optimizer:
                 save_optimizers(trainer.best_optimizers, trainer.step.optimizers, staging)
             write_card(card, chosen, staging / "card.yaml", target, name)
             write_json_atomic(staging / "metrics.json", metrics)
-            run = described.manifest(metrics, staging / name)
+            run = described().manifest(metrics, staging / name)
             write_json_atomic(staging / RUN_MANIFEST, run.model_dump(mode="json"))
     kept.remove()
     return TrainResult(target, target / "card.yaml", metrics)
@@ -294,12 +295,13 @@ class _Trainer:
         self.at.end_epoch()
 
     def _batches(self) -> Iterator[Share]:
-        return self.meter.waiting(self.watch.waiting(self.windows.batches()))
+        return self.watch.waiting(self.windows.batches())
 
     def _step(self, batch: Share) -> float:
         value, step_ns = self.watch.step(batch)
-        self.meter.add(step_ns, batch.num_rows)
-        self.kept.journal.add_step(self.at.num_steps + 1, step_ns, self.meter.last_wait_ns)
+        wait_ns = self.watch.last_wait_ns
+        self.meter.add(step_ns, wait_ns, batch.num_rows)
+        self.kept.journal.add_step(self.at.num_steps + 1, step_ns, wait_ns)
         return value
 
     def _evaluate(self, epoch: int) -> None:
@@ -337,7 +339,7 @@ class _Trainer:
 
     def _judge(self, source: RowSource, limit: int | None = None) -> Metrics:
         self.serving.eval()
-        look = partial(self.kept.look, self)
+        look = functools.partial(self.kept.look, self)
         return judge(
             self.card, self.serving, source, limit=limit, ranks=self.ranks, before_batch=look
         )

@@ -5,21 +5,17 @@ from __future__ import annotations
 import resource
 import statistics
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rankopt.units import NS_PER_S
-
-Batch = TypeVar("Batch")
 
 WARM_UP_STEPS = 3
 """Steps left out of a longer run: they fill caches, allocate state and may compile."""
 
 
 class StepMeter:
-    """Times the steps of a run and what they wait for."""
+    """Adds up the steps of a run and what they waited for."""
 
     def __init__(self) -> None:
         self._step_ns: list[int] = []
@@ -27,24 +23,10 @@ class StepMeter:
         self._num_rows: list[int] = []
         reset_peak_memory()
 
-    def waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches, counting the time each took to come."""
-        while True:
-            began = time.perf_counter_ns()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            self._wait_ns.append(time.perf_counter_ns() - began)
-            yield batch
-
-    @property
-    def last_wait_ns(self) -> int:
-        """Return how long the last batch took to come."""
-        return self._wait_ns[-1] if self._wait_ns else 0
-
-    def add(self, step_ns: int, num_rows: int) -> None:
-        """Count a finished step."""
+    def add(self, step_ns: int, wait_ns: int, num_rows: int) -> None:
+        """Count a finished step, and what it waited for its batch."""
         self._step_ns.append(step_ns)
+        self._wait_ns.append(wait_ns)
         self._num_rows.append(num_rows)
 
     def summary(self) -> dict[str, Any]:
@@ -57,7 +39,7 @@ class StepMeter:
         """
         skipped = WARM_UP_STEPS if len(self._step_ns) > 2 * WARM_UP_STEPS else 0
         steps = self._step_ns[skipped:]
-        waits = self._wait_ns[skipped : len(self._step_ns)]
+        waits = self._wait_ns[skipped:]
         total_ns = sum(steps) + sum(waits)
         rows = sum(self._num_rows[skipped:])
         return {

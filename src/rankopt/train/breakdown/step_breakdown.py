@@ -59,6 +59,9 @@ class StepWatch:
         trace: the folder that gets a Chrome trace of three steps after the warm-up.
         profiles: read collectives off torch.profiler; None: where there are several ranks.
         every: one step of so many is watched, with the profiler at most.
+
+    Attributes:
+        last_wait_ns: how long the last batch took to come.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class StepWatch:
             _prime_profiler()
         self._spent_ns = 0.0
         self._num_steps = 0
-        self._wait_ns = self._last_wait_ns = self._checkpoint_ns = 0
+        self.last_wait_ns = self._wait_ns = self._checkpoint_ns = 0
         self._plain_ns: list[int] = []
         self._sampled_ns: list[int] = []
         self._phase_ns: defaultdict[Phase, int] = defaultdict(int)
@@ -99,7 +102,7 @@ class StepWatch:
             began = time.perf_counter_ns()
             with _span("data_wait", self._tracer is not None and self._tracer.is_open):
                 batch = next(batches, None)
-            self._last_wait_ns = time.perf_counter_ns() - began
+            self.last_wait_ns = time.perf_counter_ns() - began
             if batch is None:
                 return
             yield batch
@@ -123,7 +126,7 @@ class StepWatch:
         self._usual_rows = self._usual_rows or batch.num_rows
         if index < WARM_UP_STEPS:
             return self._step.timed(batch)
-        self._wait_ns += self._last_wait_ns
+        self._wait_ns += self.last_wait_ns
         if self._tracer is not None and self._tracer.wants_more:
             return self._traced(batch, self._tracer)
         is_usual = batch.num_rows == self._usual_rows

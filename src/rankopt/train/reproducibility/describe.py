@@ -72,7 +72,6 @@ class RunDescription:
             for name, source in self._splits.items()
         }
         self._code = describe_code(card)
-        self._machine = describe_machine()
         self._start = None if start is None else start_record(start, CHECKPOINT_NAME)
         self._optimizer = None if start is None else start_record(start, OPTIMIZER_NAME)
 
@@ -104,9 +103,7 @@ class RunDescription:
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),
             command=self._command,
             code=self._code,
-            machine=self._machine.model_copy(
-                update={"world_size": ranks["world_size"], "launcher": ranks["launcher"]}
-            ),
+            machine=describe_machine(ranks["world_size"], ranks["launcher"]),
             card=card.model_dump(mode="json", exclude_none=True),
             card_folder=str(card.folder.resolve()),
             card_file=str(card.path) if card.path else None,
@@ -170,13 +167,15 @@ def describe_code(card: ModelCard) -> Code:
     )
 
 
-def describe_machine() -> Machine:
+def describe_machine(world_size: int, launcher: str) -> Machine:
     """Describe the machine and this process's way of computing."""
     return Machine(
         environment=collect_environment().model_dump(mode="json"),
         variables=environment_variables(),
         arithmetic=arithmetic(),
         num_threads=torch.get_num_threads(),
+        world_size=world_size,
+        launcher=launcher,
     )
 
 
