@@ -15,56 +15,34 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rankopt.data.prefetch import Waits
 from rankopt.data.rows import Rows
 from rankopt.data.rowsource import RowSource
 from rankopt.data.stream import MIN_BATCH, RowStream, StreamSettings
+from rankopt.data.stream_state import StreamState, read_state
 from rankopt.errors import Problem, UsageError
 from rankopt.models.card import ModelCard
-from rankopt.problems import problems_of_validation
 
 
-class DealtSettings(BaseModel):
+class DealtSettings(StreamSettings):
     """How rows are shuffled, and which of them are this rank's.
 
     Attributes:
         batch_size: B.
         row_shards: K; divides B, and divides W or is divided by it.
         window_rows: rows of a stretch that are shuffled among each other, and held in memory.
-        seed: of the order of pieces and rows; the same on all ranks.
-        prefetch: batches made ahead of the caller; 0 makes each when it is asked for.
-        rank: whose rows these are, in [0, world_size).
         world_size: W.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    batch_size: int = Field(gt=1)
     row_shards: int = Field(default=1, ge=1)
-    window_rows: int = Field(default=262_144, gt=1)
-    seed: int = Field(default=0, ge=0)
-    prefetch: int = Field(default=2, ge=0)
-    rank: int = Field(default=0, ge=0)
-    world_size: int = Field(default=1, ge=1)
 
 
-class DealtState(BaseModel):
+class DealtState(StreamState):
     """Where a dealt stream stands; the same for all ranks, and for any number of them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    epoch: int = Field(ge=0)
-    step: int = Field(ge=0)
-    row: int = Field(ge=0)
-    """Rows of the epoch that all ranks together have handed out."""
-    batch_size: int
     row_shards: int
-    window_rows: int
-    seed: int
-    data: str
-    """A fingerprint of the sizes of the source's pieces."""
 
 
 @dataclass(frozen=True)
@@ -177,26 +155,11 @@ class DealtStream:
             UsageError: it is no state of a dealt stream, or of one with other settings or other
                 data; everything that differs is listed.
         """
-        where = "stream state"
-        try:
-            found = DealtState.model_validate(dict(state))
-        except ValidationError as error:
-            problems = problems_of_validation(where, error, DealtState)
-            raise UsageError(problems=problems) from error
-        own = self._state_at(found.epoch, found.step, found.row)
-        problems = [
-            Problem(
-                f"{where}: {name}",
-                f"must be {getattr(own, name)!r}, as of this stream of {self._where}",
-                getattr(found, name),
-                "Resume with the data, seed, batch size, window and row_shards of the run it is "
-                "from; the number of ranks may differ.",
-            )
-            for name in DealtState.model_fields
-            if getattr(own, name) != getattr(found, name)
-        ]
-        if problems:
-            raise UsageError(problems=problems)
+        hint = (
+            "Resume with the data, seed, batch size, window and row_shards of the run it is from; "
+            "the number of ranks may differ."
+        )
+        found = read_state(DealtState, state, self._state_at, self._where, hint)
         self.epoch, self.step, self._row = found.epoch, found.step, found.row
         for stream in self._streams:
             row = found.row

@@ -18,16 +18,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rankopt.data.encode import encode, load_rows, wanted_columns
 from rankopt.data.pieces import Piece, count_rows, fingerprint, pieces_of
 from rankopt.data.prefetch import Waits, ahead
 from rankopt.data.rows import Rows
 from rankopt.data.rowsource import BATCH_ROWS, RowSource
+from rankopt.data.stream_state import StreamState, read_state
 from rankopt.errors import DataError, Problem, UsageError
 from rankopt.models.card import ModelCard
-from rankopt.problems import problems_of_validation
 
 MIN_BATCH = 2
 """Batch statistics need two rows: a shorter last batch is joined to the one before it."""
@@ -59,22 +59,11 @@ class StreamSettings(BaseModel):
     prefetch: int = Field(default=2, ge=0)
 
 
-class StreamState(BaseModel):
-    """Where a stream stands, and what the stream must be for that to mean the same rows."""
+class RankState(StreamState):
+    """Where one rank's stream stands."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    epoch: int = Field(ge=0)
-    step: int = Field(ge=0)
-    row: int = Field(ge=0)
-    """Rows of the epoch that this rank has handed out."""
-    batch_size: int
-    window_rows: int
-    seed: int
     rank: int
     world_size: int
-    data: str
-    """A fingerprint of the sizes of the source's pieces."""
 
 
 class RowStream:
@@ -178,30 +167,13 @@ class RowStream:
             UsageError: it is no state of a stream, or of one with other settings or other data;
                 everything that differs is listed.
         """
-        where = "stream state"
-        try:
-            found = StreamState.model_validate(dict(state))
-        except ValidationError as error:
-            problems = problems_of_validation(where, error, StreamState)
-            raise UsageError(problems=problems) from error
-        own = self._state_at(found.epoch, found.step, found.row)
-        problems = [
-            Problem(
-                f"{where}: {name}",
-                f"must be {getattr(own, name)!r}, as of this stream of {self._source.name}",
-                getattr(found, name),
-                "Resume with the data, seed, batch size, window and ranks of the run it is from.",
-            )
-            for name in StreamState.model_fields
-            if getattr(own, name) != getattr(found, name)
-        ]
-        if problems:
-            raise UsageError(problems=problems)
+        hint = "Resume with the data, seed, batch size, window and ranks of the run it is from."
+        found = read_state(RankState, state, self._state_at, self._source.name, hint)
         self.epoch, self.step, self._row = found.epoch, found.step, found.row
 
-    def _state_at(self, epoch: int, step: int, row: int) -> StreamState:
+    def _state_at(self, epoch: int, step: int, row: int) -> RankState:
         shared = self.settings.model_dump(exclude={"prefetch"})
-        return StreamState(epoch=epoch, step=step, row=row, data=self._mark, **shared)
+        return RankState(epoch=epoch, step=step, row=row, data=self._mark, **shared)
 
     def _fits(self, total: int | None) -> bool:
         """Tell whether all rows go into one window, reading so many where none says."""
