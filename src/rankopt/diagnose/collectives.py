@@ -38,8 +38,6 @@ QUICK_SIZES = (4 * BYTES_PER_KIB, 256 * BYTES_PER_KIB, 4 * BYTES_PER_MIB)
 NUM_SAMPLES = 15
 QUICK_SAMPLES = 5
 TIMEOUT_S = 600
-FILE = "collectives.json"
-LOOKUPS_FILE = "lookups.json"
 TOPOLOGY_FILE = "topology.yaml"
 
 
@@ -105,7 +103,11 @@ def measure_collectives(
 
 def write_collectives(found: Measured, out: Path) -> dict[str, Path]:
     """Write what was measured, and `topology.yaml`: this machine as a topology that uses it."""
-    paths = {"json": out / FILE, "lookups": out / LOOKUPS_FILE, "yaml": out / TOPOLOGY_FILE}
+    paths = {
+        "json": out / CollectivesFile.file_name,
+        "lookups": out / LookupsFile.file_name,
+        "yaml": out / TOPOLOGY_FILE,
+    }
     write_json_atomic(paths["json"], found.collectives.model_dump(mode="json"))
     write_json_atomic(paths["lookups"], found.lookups.model_dump(mode="json"))
     topology = this_machine(found)
@@ -141,8 +143,8 @@ def this_machine(found: Measured) -> dict[str, Any]:
         rates["host_to_device"] = _gb_per_s(lookups.host_to_device_bytes_per_s or 0.0)
     topology["host_memory_gib"] = round(_host_memory_bytes() / BYTES_PER_GIB, 1)
     topology["bandwidth_gb_per_s"] = rates
-    topology["collectives"] = FILE
-    topology["lookups"] = LOOKUPS_FILE
+    topology["collectives"] = CollectivesFile.file_name
+    topology["lookups"] = LookupsFile.file_name
     Topology.model_validate(topology)
     return topology
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rankopt.errors import InputError, Problem
-from rankopt.problems import problems_of_validation
+from rankopt.sharding.measured_file import MeasuredFile
 from rankopt.units import NS_PER_S
 
 Collective = Literal["all_to_all", "all_reduce"]
@@ -77,38 +74,14 @@ class Collectives(_Strict):
         return below.p50_ns + share * (above.p50_ns - below.p50_ns)
 
 
-class CollectivesFile(_Strict):
+class CollectivesFile(MeasuredFile):
     """`collectives.json`."""
 
-    made_at: str
-    device: Literal["cpu", "cuda"]
+    file_name = "collectives.json"
+
     backend: Literal["gloo", "nccl"]
     world_size: int = Field(ge=2)
     num_hosts: int = Field(ge=1)
     collectives: tuple[Collectives, ...] = Field(min_length=1)
     environment: dict[str, Any] = Field(default_factory=dict)
     reproduce: str = ""
-
-
-def read_collectives(file: Path, device: str) -> tuple[Collectives, ...]:
-    """Read a measurement for a topology of that device.
-
-    Raises:
-        InputError: the file is missing, is not such a measurement, or is of another device.
-    """
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        hint = "Measure them: rankopt diagnose --collectives --out DIR."
-        problem = Problem(str(file), "must be a readable collectives.json", str(error), hint)
-        raise InputError(problems=[problem]) from error
-    try:
-        found = CollectivesFile.model_validate(raw)
-    except ValidationError as error:
-        raise InputError(
-            problems=problems_of_validation(str(file), error, CollectivesFile)
-        ) from error
-    if found.device != device:
-        problem = Problem(f"{file}: device", f"must be the topology's, {device}", found.device)
-        raise InputError(problems=[problem])
-    return found.collectives

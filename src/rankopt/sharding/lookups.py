@@ -9,14 +9,11 @@ Shapes: B rows of a rank's batch, W ranks, L ids of a row, D columns of a shard.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rankopt.errors import InputError, Problem
-from rankopt.problems import problems_of_validation
+from rankopt.sharding.measured_file import MeasuredFile
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,11 +43,11 @@ class RowCost(_Strict):
     update: dict[UpdatedBy, Cost]
 
 
-class LookupsFile(_Strict):
+class LookupsFile(MeasuredFile):
     """`lookups.json`: every rank of a host at work at once, the slowest of them."""
 
-    made_at: str
-    device: Literal["cpu", "cuda"]
+    file_name = "lookups.json"
+
     world_size: int = Field(ge=1)
     num_rows: int = Field(gt=0)
     """Of each table that was read."""
@@ -101,25 +98,3 @@ class LookupsFile(_Strict):
         place = next(index for index, width in enumerate(dims) if width >= dim)
         share = (dim - dims[place - 1]) / (dims[place] - dims[place - 1])
         return times[place - 1] + share * (times[place] - times[place - 1])
-
-
-def read_lookups(file: Path, device: str) -> LookupsFile:
-    """Read a measurement for a topology of that device.
-
-    Raises:
-        InputError: the file is missing, is not such a measurement, or is of another device.
-    """
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        hint = "Measure them: rankopt diagnose --collectives --out DIR."
-        problem = Problem(str(file), "must be a readable lookups.json", str(error), hint)
-        raise InputError(problems=[problem]) from error
-    try:
-        found = LookupsFile.model_validate(raw)
-    except ValidationError as error:
-        raise InputError(problems=problems_of_validation(str(file), error, LookupsFile)) from error
-    if found.device != device:
-        problem = Problem(f"{file}: device", f"must be the topology's, {device}", found.device)
-        raise InputError(problems=[problem])
-    return found

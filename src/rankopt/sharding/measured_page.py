@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -10,22 +9,12 @@ from rankopt.review.page import flatten
 from rankopt.review.plots import CANDIDATE_COLOUR, CONTROL_COLOUR, Figure
 from rankopt.review.rendering import Table
 from rankopt.sharding.measured import PARTS, Compared, MeasuredPlan, PlanMeasurement
+from rankopt.sharding.page import Page
 from rankopt.units import NS_PER_MS, format_bytes, format_duration
 
 PLAN_HEADINGS = ("Plan", "Tables", "Predicted step", "Measured step", "Ratio", "95 %", "Steps")
 PART_HEADINGS = ("Figure", "Predicted", "Measured", "Ratio", "95 %", "Samples")
 NONE = "none"
-
-
-@dataclass(frozen=True)
-class Page:
-    """A measurement in readable words."""
-
-    title: str
-    headline: str
-    tiles: list[tuple[str, str, str]]
-    tables: list[Table]
-    facts: list[tuple[str, str]]
 
 
 def page_of(found: PlanMeasurement) -> Page:

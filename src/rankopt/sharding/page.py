@@ -47,7 +47,7 @@ _TIMES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
 
 @dataclass(frozen=True)
 class Page:
-    """A plan in readable words."""
+    """A plan, or a measurement of some, in readable words."""
 
     title: str
     headline: str

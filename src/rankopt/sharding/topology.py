@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rankopt.content import find, read_yaml
 from rankopt.errors import Problem, UsageError
 from rankopt.problems import problems_of_validation, take_reserved
-from rankopt.sharding.collectives import Collectives, read_collectives
-from rankopt.sharding.lookups import LookupsFile, read_lookups
+from rankopt.sharding.collectives import Collectives, CollectivesFile
+from rankopt.sharding.lookups import LookupsFile
+from rankopt.sharding.measured_file import read_measured
 from rankopt.units import BYTES_PER_GB, BYTES_PER_GIB
 
 FOLDER = "benchmarks/topologies"
@@ -194,9 +195,13 @@ def load_topology(name_or_path: str | Path) -> Topology:
     given = topology.collectives or ()
     files = (given,) if isinstance(given, str) else given
     measured = tuple(
-        item for name in files for item in read_collectives(file.parent / name, topology.device)
+        item
+        for name in files
+        for item in read_measured(file.parent / name, CollectivesFile, topology.device).collectives
     )
     update: dict[str, Any] = {"name": file.stem, "measured": measured}
     if topology.lookups is not None:
-        update["measured_lookups"] = read_lookups(file.parent / topology.lookups, topology.device)
+        update["measured_lookups"] = read_measured(
+            file.parent / topology.lookups, LookupsFile, topology.device
+        )
     return topology.model_copy(update=update)
