@@ -79,8 +79,8 @@ def test_batch_norm_stays_where_folding_would_change_something_else(score: Any) 
     check(model, bundle, 1e-4)
 
 
-def test_batch_norm_of_layers_with_tied_weights_stays() -> None:
-    model = seeded(
+def one_normalised_of_two() -> nn.Module:
+    return seeded(
         lambda: Layers(
             lambda m, x: m.norm(m.layer(x)) + m.other(x.tanh()),
             layer=nn.Linear(WIDTH, 5),
@@ -88,6 +88,10 @@ def test_batch_norm_of_layers_with_tied_weights_stays() -> None:
             norm=normalised(5),
         )
     )
+
+
+def test_batch_norm_of_layers_with_tied_weights_stays() -> None:
+    model = one_normalised_of_two()
     model.other.weight = model.layer.weight
     bundle, _ = canonical(model)
     assert operators(bundle)["batch_norm"] == 1
@@ -95,14 +99,7 @@ def test_batch_norm_of_layers_with_tied_weights_stays() -> None:
 
 
 def test_a_bias_that_two_layers_share_is_folded_into_one_of_them_alone() -> None:
-    model = seeded(
-        lambda: Layers(
-            lambda m, x: m.norm(m.layer(x)) + m.other(x.tanh()),
-            layer=nn.Linear(WIDTH, 5),
-            other=nn.Linear(WIDTH, 5),
-            norm=normalised(5),
-        )
-    )
+    model = one_normalised_of_two()
     model.other.bias = model.layer.bias
     bundle, _ = canonical(model)
     assert "batch_norm" not in operators(bundle)

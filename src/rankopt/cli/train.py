@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -127,8 +129,6 @@ def train(
         "seed": seed,
         "num_threads": num_threads,
     }
-    from rankopt.train.distributed.ranks import OtherRankFailed, join
-
     if reproduce is not None:
         others = {
             "num_workers": num_workers,
@@ -142,11 +142,8 @@ def train(
         _refuse_beside_reproduce(
             {"CARD": card, "recipe": recipe, **flags, "start": start, **others}
         )
-        try:
-            with join() as ranks:
-                code = _again(reproduce, out, data, save_optimizer, overwrite, as_json, ranks)
-        except OtherRankFailed as error:
-            raise typer.Exit(EXIT_USAGE) from error
+        with _together() as ranks:
+            code = _again(reproduce, out, data, save_optimizer, overwrite, as_json, ranks)
         raise typer.Exit(code)
     if card is None or out is None:
         raise _missing(card, out)
@@ -174,13 +171,22 @@ def train(
     if num_workers is not None or ray_address is not None or max_restarts:
         _show(_train_on_ray(ask(), num_workers, ray_address, max_restarts), out, as_json)
         return
-    try:
-        with join() as ranks:  # what a rank finds wrong with its input is said once
-            metrics = _train_here(ask(), ranks)
-    except OtherRankFailed as error:
-        raise typer.Exit(EXIT_USAGE) from error
+    with _together() as ranks:
+        metrics = _train_here(ask(), ranks)
     if ranks.is_first:
         _show(metrics, out, as_json)
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[Ranks]:
+    """Join torchrun's other processes, if it started this one: what is wrong is said once."""
+    from rankopt.train.distributed.ranks import OtherRankFailed, join
+
+    try:
+        with join() as ranks:
+            yield ranks
+    except OtherRankFailed as error:
+        raise typer.Exit(EXIT_USAGE) from error
 
 
 def _train_here(job: TrainJob, ranks: Ranks) -> dict[str, Any]:

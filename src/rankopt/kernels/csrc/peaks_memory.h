@@ -16,17 +16,19 @@ uint64_t read_bytes(const uint8_t* bytes, int64_t size_bytes) {
   return total;
 }
 
+// Sends for the lines of a row.
+inline void ask_for(const uint8_t* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(row + i);
+}
+
 template <class Vector>
 uint64_t gather_rows(const uint8_t* base, const int64_t* offsets, const int64_t* row_bytes,
                      int64_t row_bytes_stride, int64_t num_rows) {
   typename Vector::Sum sum = Vector::zero();
   uint64_t total = 0;
   for (int64_t row = 0; row < num_rows; ++row) {
-    if (row + kGatherAhead < num_rows) {
-      const uint8_t* next = base + offsets[row + kGatherAhead];
-      const int64_t size = row_bytes[(row + kGatherAhead) * row_bytes_stride];
-      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(next + i);
-    }
+    const int64_t next = row + kGatherAhead;
+    if (next < num_rows) ask_for(base + offsets[next], row_bytes[next * row_bytes_stride]);
     const uint8_t* bytes = base + offsets[row];
     const int64_t size = row_bytes[row * row_bytes_stride];
     int64_t i = 0;
@@ -46,11 +48,8 @@ template <class Vector>
 void gather_copy_rows(const uint8_t* base, const int64_t* offsets, const int64_t* row_bytes,
                       int64_t row_bytes_stride, int64_t num_rows, uint8_t* out, int64_t stride) {
   for (int64_t row = 0; row < num_rows; ++row, out += stride) {
-    if (row + kGatherAhead < num_rows) {
-      const uint8_t* next = base + offsets[row + kGatherAhead];
-      const int64_t size = row_bytes[(row + kGatherAhead) * row_bytes_stride];
-      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(next + i);
-    }
+    const int64_t next = row + kGatherAhead;
+    if (next < num_rows) ask_for(base + offsets[next], row_bytes[next * row_bytes_stride]);
     const uint8_t* bytes = base + offsets[row];
     const int64_t size = row_bytes[row * row_bytes_stride];
     int64_t i = 0;
@@ -66,11 +65,8 @@ template <class Vector>
 uint64_t gather_write_rows(const GatherWrite& work, int64_t begin, int64_t end) {
   typename Vector::Sum sum = Vector::zero();
   for (int64_t row = begin; row < end; ++row) {
-    if (row + kGatherAhead < end) {
-      const uint8_t* next = work.base + work.offsets[row + kGatherAhead];
-      const int64_t size = work.row_bytes[row + kGatherAhead];
-      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(next + i);
-    }
+    const int64_t next = row + kGatherAhead;
+    if (next < end) ask_for(work.base + work.offsets[next], work.row_bytes[next]);
     const uint8_t* bytes = work.base + work.offsets[row];
     const int64_t size = work.row_bytes[row];
     int64_t i = 0;
